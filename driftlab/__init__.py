@@ -1,0 +1,1 @@
+"""driftlab: why drafted tokens stop being accepted as a speculative decoder drafts deeper."""

@@ -1,0 +1,302 @@
+"""Frozen settings. Everything that changes a number is a field here, and no field is a free string."""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from driftlab.errors import AssumptionError, ConfigError
+
+
+class FusionNorm(StrEnum):
+    """Norm between the captured states and ``fc``."""
+
+    none = "none"  # EAGLE-3
+    per_layer = "per_layer"  # EAGLE-3.1 ``fc_norm``: one RMSNorm per captured state
+    concat = "concat"  # ``norm_before_fc``: one RMSNorm over the concatenation
+    concat_per_layer = "concat_per_layer"  # both, concat first; files only, never trained here
+
+
+class Feedback(StrEnum):
+    """What depth d+1 receives from depth d."""
+
+    pre_norm = "pre_norm"  # EAGLE-3: the layer's output
+    post_norm = "post_norm"  # EAGLE-3.1: the output after the final norm
+
+
+class Residual(StrEnum):
+    """What the attention output is added to in the first layer."""
+
+    raw = "raw"
+    normed = "normed"  # ``norm_before_residual``
+
+
+class Origin(StrEnum):
+    """How sure a resolved value is."""
+
+    read = "read"
+    derived = "derived"
+    assumed = "assumed"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Sourced(Frozen):
+    """A resolved value with the place that it came from."""
+
+    value: Any
+    origin: Origin
+    where: str
+
+
+Provenance = dict[str, Sourced]
+
+
+def refuse_assumptions(provenance: Provenance, *, owner: str) -> None:
+    """Raise AssumptionError when any value of ``provenance`` was assumed (``--strict``)."""
+    assumed = {name: s for name, s in provenance.items() if s.origin is Origin.assumed}
+    if assumed:
+        listed = "; ".join(f"{name} = {s.value} ({s.where})" for name, s in assumed.items())
+        raise AssumptionError(
+            f"{owner}: {len(assumed)} value(s) were assumed and not read",
+            got=listed,
+            remedy="State them in the checkpoint's config or on the command line, or drop --strict.",
+        )
+
+
+class Rope(Frozen):
+    """Rotary embedding. ``rope_type`` and ``parameters`` are HuggingFace's ``rope_parameters``."""
+
+    rope_type: str = "default"
+    theta: Annotated[float, Field(gt=0)] = 10000.0
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    interleaved: bool = False  # GPT-J pairing (MLA); False is the half-split NeoX pairing
+    max_position: Annotated[int, Field(gt=0)] = 4096
+
+
+class MLA(Frozen):
+    """Low-rank attention of DeepSeek / Kimi drafters (reference: checkpoints.md section 4.4)."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_multiplier: float = 1.0  # yarn's m^2
+
+
+class DrafterConfig(Frozen):
+    """Everything that decides the drafter's arithmetic (shapes in its docstrings use these names).
+
+    A variant is named by its enums. ``boundaries`` are residual-stream indices of the
+    target, ascending; empty means the target's post-final-norm state and no ``fc``.
+    """
+
+    hidden_size: Annotated[int, Field(gt=0)]
+    target_hidden_size: Annotated[int, Field(gt=0)]
+    intermediate_size: Annotated[int, Field(gt=0)]
+    num_heads: Annotated[int, Field(gt=0)]
+    num_kv_heads: Annotated[int, Field(gt=0)]
+    head_dim: Annotated[int, Field(gt=0)]
+    vocab_size: Annotated[int, Field(gt=0)]
+    draft_vocab_size: Annotated[int, Field(gt=0)]
+    boundaries: tuple[int, ...]
+    fusion_norm: FusionNorm = FusionNorm.none
+    feedback: Feedback = Feedback.pre_norm
+    residual: Residual = Residual.raw
+    num_layers: Annotated[int, Field(gt=0)] = 1
+    rope: Rope = Rope()
+    mla: MLA | None = None
+    qk_norm: bool = False
+    attention_gate: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    windows: tuple[int | None, ...] = ()  # per layer; () is full attention in every layer
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    hidden_act: str = "silu"
+    # The four fields below exist because trainers and runtimes differ on the same file.
+    double_hidden_norm: bool = False  # hidden_norm(input_layernorm(u)), ModelOpt's HF trainer
+    logits_from_raw: bool = False  # head reads the state before the final norm (SpecForge < #879)
+    draft_position_offset: int = 0  # 1: drafted positions one too far (SGLang < #25015)
+    logit_scale: float = 1.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DrafterConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if tuple(sorted(self.boundaries)) != self.boundaries:
+            raise ValueError(f"boundaries must ascend, got {self.boundaries}")
+        if any(b < 0 for b in self.boundaries):
+            raise ValueError(f"boundaries must be >= 0, got {self.boundaries}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}"
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        if not self.boundaries and self.fusion_norm is not FusionNorm.none:
+            raise ValueError("a drafter without captured states has no fusion norm")
+        return self
+
+    @property
+    def variant(self) -> str:
+        """Short name made of the enums, e.g. ``per_layer+post_norm`` (``+normed`` when residual is)."""
+        name = f"{self.fusion_norm}+{self.feedback}"
+        return name if self.residual is Residual.raw else f"{name}+normed"
+
+
+class TargetSpec(Frozen):
+    """Where the target comes from. ``source`` is ``micro``, a folder, a GGUF file or a hub id."""
+
+    source: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    boundaries: tuple[int, ...] | None = None  # None: the default (2, n//2, n-3)
+    trust_remote_code: bool = False
+
+
+class TextSpec(Frozen):
+    """Which text the drafters learn from and are measured on."""
+
+    train_prompts: str  # named set, a .jsonl file, or "micro"
+    measure_prompts: str
+    train_tokens: Annotated[int, Field(gt=0)]
+    max_new_tokens: Annotated[int, Field(gt=0)] = 128
+    train_temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)  # measured texts
+    batch: Annotated[int, Field(gt=0)] = 32
+    seed: int = 0
+    limit: Annotated[int, Field(gt=0)] | None = None  # measure at most this many prompts
+
+
+class DrafterSpec(Frozen):
+    """Shape of the drafters that a run trains; None takes the target's own value."""
+
+    draft_vocab_size: Annotated[int, Field(gt=0)] | None = None
+    hidden_size: Annotated[int, Field(gt=0)] | None = None
+    intermediate_size: Annotated[int, Field(gt=0)] | None = None
+    num_heads: Annotated[int, Field(gt=0)] | None = None
+    num_kv_heads: Annotated[int, Field(gt=0)] | None = None
+    head_dim: Annotated[int, Field(gt=0)] | None = None
+
+
+class TrainSpec(Frozen):
+    """Training-time test. Loss: soft cross entropy on the draft vocabulary, step k weighted decay^k."""
+
+    ttt: Annotated[int, Field(gt=0)] = 4
+    decay: Annotated[float, Field(gt=0)] = 0.8
+    steps: Annotated[int, Field(gt=0)] = 500
+    batch: Annotated[int, Field(gt=0)] = 4
+    max_length: Annotated[int, Field(gt=1)] = 512
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    head_init: Annotated[float, Field(ge=0)] = 1.0  # times the target's head rows
+    autocast: Literal["auto", "off", "bfloat16"] = "off"
+    checkpoint_every: Annotated[int, Field(gt=0)] = 200
+
+
+class Axes(Frozen):
+    """Trained axes: one drafter for every element of the product, times every seed."""
+
+    fusion_norm: tuple[FusionNorm, ...] = (FusionNorm.none, FusionNorm.per_layer)
+    feedback: tuple[Feedback, ...] = (Feedback.pre_norm, Feedback.post_norm)
+    residual: tuple[Residual, ...] = (Residual.raw,)
+    attention_gate: tuple[bool, ...] = (False,)
+    ttt: tuple[Annotated[int, Field(gt=0)], ...] = ()  # () takes train.ttt
+
+
+class MeasureSpec(Frozen):
+    """What is measured on each cell."""
+
+    depth: Annotated[int, Field(gt=0)] = 16
+    modes: tuple[Literal["free", "forced"], ...] = ("free", "forced")
+    sink: Literal["first", "auto"] | tuple[int, ...] = "first"
+    recent: Annotated[int, Field(gt=0)] = 8
+    max_anchors: Annotated[int, Field(gt=0)] | None = None
+    bootstrap: Annotated[int, Field(gt=0)] = 2000
+
+
+class Experiment(Frozen):
+    """One experiment file."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    question: str = ""
+    target: TargetSpec
+    text: TextSpec
+    drafter: DrafterSpec = DrafterSpec()
+    train: TrainSpec = TrainSpec()
+    axes: Axes = Axes()
+    seeds: tuple[int, ...] = (0, 1, 2)
+    measure: MeasureSpec = MeasureSpec()
+    workers: Annotated[int, Field(gt=0)] = 2
+
+
+def read_experiment(path: str | Path, overrides: tuple[str, ...] = ()) -> Experiment:
+    """Read an experiment file; ``overrides`` are ``dotted.key=toml-value`` strings.
+
+    Raises
+    ------
+    ConfigError: the file is missing, is no TOML, or a key or type is wrong. Every wrong
+        key is listed with the value that was found.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"experiment file {path} does not exist",
+            remedy="Give the path of a .toml file, or --suite micro.",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(
+            f"{path} is not a TOML file", got=error, remedy="Correct the line that is named."
+        ) from None
+    return build_experiment(data, overrides, where=str(path))
+
+
+def build_experiment(
+    data: dict[str, Any], overrides: tuple[str, ...] = (), *, where: str
+) -> Experiment:
+    """Validate a parsed experiment; see :func:`read_experiment`."""
+    for override in overrides:
+        _apply(data, override)
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, found {e['input']!r:.80}"
+            for e in error.errors()
+        )
+        raise ConfigError(
+            f"{where}: {error.error_count()} wrong setting(s): {faults}",
+            remedy="Every key is documented in driftlab/config.py; correct or remove those named.",
+        ) from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, sep, text = override.partition("=")
+    if not sep or not key.strip():
+        raise ConfigError("--set needs key=value", got=override, remedy="Example: --set train.steps=50")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *parents, last = key.strip().split(".")
+    node = data
+    for name in parents:
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {key}: {name} is not a table", remedy="Name a leaf key.")
+    node[last] = value
