@@ -1,0 +1,337 @@
+"""Prompts: packaged sets, users' files, and the way from a prompt to token ids.
+
+Whether a chat template is used and whether a BOS token stands in front moves the attention
+sink, so both are explicit policies, and :class:`Rendered` keeps what came of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from driftlab.errors import DataError
+
+TemplatePolicy = Literal["auto", "always", "never"]
+BosPolicy = Literal["auto", "always", "never"]
+
+SETS = ("held-out", "train")
+PLAIN = "plain"  # the category of text to continue; ``auto`` uses no template for it
+FIELDS = ("turns", "messages", "prompt", "text")
+
+_CLOCK = datetime(2025, 1, 1)  # some templates print today's date; tokens must not depend on it
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One user turn.
+
+    Attributes
+    ----------
+    id: unique in its set and safe as a file name.
+    category: ``chat``, ``code``, ``maths``, ``plain`` in the packaged sets; any word in files.
+    text: the user turn, or the text to continue when ``category`` is ``plain``.
+    system: system prompt; None leaves it to the template (some add one of their own).
+    """
+
+    id: str
+    category: str
+    text: str
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as token ids.
+
+    Attributes
+    ----------
+    tokens: the ids, at least one.
+    first_token: ``tokens[0]``; the candidate for the attention sink, BOS or not.
+    bos: a BOS token stands in front. An id that the template repeats as its turn marker
+        (``<|im_start|>`` of ChatML models, which some tokenizers also call BOS) does not count.
+    template_sha: SHA-256 (hex) of the chat template's source when it was used.
+    template_used: the chat template was applied.
+    """
+
+    tokens: tuple[int, ...]
+    first_token: int
+    bos: bool
+    template_sha: str | None
+    template_used: bool
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A named way to render: the two policies, and a system prompt that overrides the prompt's."""
+
+    name: str
+    template: TemplatePolicy = "auto"
+    bos: BosPolicy = "auto"
+    system: str | None = None
+
+    def __call__(self, prompt: Prompt, tokenizer: Any, *, limit: int | None = None) -> Rendered:
+        """:func:`render` under this rendering."""
+        if self.system is not None:
+            prompt = replace(prompt, system=self.system)
+        return render(prompt, tokenizer, self.template, self.bos, limit=limit)
+
+
+# The four corners of template x BOS; the applied axis of the paper's sink experiments.
+PERTURBATIONS = (
+    Rendering("template+bos", "always", "always"),
+    Rendering("template", "always", "never"),
+    Rendering("bos", "never", "always"),
+    Rendering("bare", "never", "never"),
+)
+
+
+def load_prompts(source: str | Path) -> list[Prompt]:
+    """Read a packaged set (``held-out``, ``train``) or a ``.jsonl`` file, one object a line.
+
+    Each object has one of the fields below (the first one found, in this order, is read):
+
+    - ``turns``: list of user turns, as MT-bench, HumanEval and GSM8K files have them. The first
+      turn is the prompt: a later turn needs an answer to the one before.
+    - ``messages``: list of ``{"role", "content"}``; the first user message is the prompt, the
+      system message before it, if any, the system prompt.
+    - ``prompt``: a user turn.
+    - ``text``: text to continue.
+
+    and may have ``id`` or ``question_id``, ``category`` and ``system``. The category defaults
+    to ``plain`` for ``text`` and to ``chat`` otherwise. Other fields are ignored. Texts are taken
+    as they are: markup in them, special tokens included, stays text.
+
+    Raises
+    ------
+    DataError: no such set or file, no prompts in it, a line that is not a JSON object (with its
+        number), a missing, empty or mistyped field, an id that occurs twice.
+    """
+    name = str(source)
+    if name in SETS:
+        resource = resources.files("driftlab.data") / "sets" / f"{name}.jsonl"
+        return _parse(resource.read_bytes(), stem=name, where=f"packaged set {name}")
+    path = Path(source)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"prompts {name}: no such set or file",
+            remedy=f"Use one of {', '.join(SETS)}, or the path of a .jsonl file.",
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"prompts {name} cannot be read", got=error.strerror, remedy="Give a readable file."
+        ) from None
+    return _parse(raw, stem=path.stem, where=name)
+
+
+def _parse(raw: bytes, *, stem: str, where: str) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    lines_of: dict[str, int] = {}
+    for number, record in _records(raw, where):
+        prompt = _prompt(record, stem, number, f"{where}, line {number}")
+        if prompt.id in lines_of:
+            raise DataError(
+                f"{where}, line {number}: id occurs twice, first in line {lines_of[prompt.id]}",
+                got=prompt.id,
+                remedy="Ids must differ (also after characters unsafe in file names became -).",
+            )
+        lines_of[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"{where}: no prompts in it", remedy="Put one JSON object on each line.")
+    return prompts
+
+
+def _records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{where}, line {number}: not UTF-8", got=error.reason, remedy="Save it as UTF-8."
+            ) from None
+        if not text:
+            continue
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where}, line {number}: not JSON ({error.msg}, column {error.colno})",
+                got=f"{text[:60]!r}",
+                remedy="Each line must be one JSON object.",
+            ) from None
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{where}, line {number}: not a JSON object",
+                got=f"{text[:60]!r}",
+                remedy='Each line must be one JSON object, such as {"prompt": "..."}.',
+            )
+        yield number, record
+
+
+def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Prompt:
+    field = next((f for f in FIELDS if f in record), None)
+    if field is None:
+        raise DataError(
+            f"{where}: none of the fields {', '.join(FIELDS)}",
+            got=", ".join(record) or "an empty object",
+            remedy='Name the prompt\'s field, for example {"prompt": "..."}.',
+        )
+    system = record.get("system")
+    text: Any = record[field]
+    if field == "turns":
+        text = text[0] if isinstance(text, list) and text else None
+    elif field == "messages":
+        text, system = _first_exchange(text, system, where)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(
+            f"{where}: {field} holds no text",
+            got=f"{record[field]!r:.60}",
+            remedy="Give a non-empty string.",
+        )
+    if system is not None and not isinstance(system, str):
+        raise DataError(f"{where}: system is not a string", got=f"{system!r:.60}")
+    category = record.get("category", PLAIN if field == "text" else "chat")
+    if not isinstance(category, str) or not category:
+        raise DataError(f"{where}: category is not a word", got=f"{category!r:.60}")
+    if "id" in record:
+        name = str(record["id"])
+    else:
+        name = f"{stem}-{record.get('question_id', f'{number:04d}')}"
+    return Prompt(re.sub(r"[^A-Za-z0-9._-]+", "-", name), category, text, system)
+
+
+def _first_exchange(messages: Any, system: Any, where: str) -> tuple[Any, Any]:
+    """First user message, and the system message before it when there is one."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise DataError(
+            f"{where}: messages is not a list of objects",
+            got=f"{messages!r:.60}",
+            remedy='Use [{"role": "user", "content": "..."}].',
+        )
+    for message in messages:
+        if message.get("role") == "system":
+            system = message.get("content")
+        elif message.get("role") == "user":
+            return message.get("content"), system
+        else:
+            break  # an assistant that speaks first is no prompt
+    raise DataError(
+        f"{where}: messages does not open with a user message",
+        got=[m.get("role") for m in messages],
+        remedy="The roles must be user, or system and then user; later messages are not read.",
+    )
+
+
+def render(
+    prompt: Prompt,
+    tokenizer: Any,
+    template: TemplatePolicy = "auto",
+    bos: BosPolicy = "auto",
+    *,
+    limit: int | None = None,
+) -> Rendered:
+    """Turn a prompt into token ids, ready for the target to continue.
+
+    Parameters
+    ----------
+    template: ``auto`` applies the tokenizer's chat template when it has one, but not to prompts
+        of the category ``plain``; ``always`` also to those; ``never`` joins system prompt and
+        text by a blank line.
+    bos: ``auto`` leaves BOS to the template, or to the tokenizer where no template is used;
+        ``always`` puts a BOS in front unless one stands there; ``never`` takes it away. No other
+        token is ever dropped.
+    limit: longest prompt allowed, in tokens.
+
+    Text that spells a special token (``<|im_end|>``) is encoded as ordinary characters. A
+    template that prints the date gets 2025-01-01.
+
+    Raises
+    ------
+    DataError: an unknown policy, a template or BOS that is asked for and does not exist, a
+        template that refuses the prompt, an empty rendering, more than ``limit`` tokens.
+    """
+    for policy, value in (("template", template), ("bos", bos)):
+        if value not in get_args(TemplatePolicy):
+            raise DataError(
+                f"unknown {policy} policy", got=value, remedy="Use auto, always or never."
+            )
+    source = _template_source(tokenizer)
+    if template == "always" and source is None:
+        raise DataError(
+            "the tokenizer has no chat template",
+            remedy="Render with template = auto or never.",
+        )
+    use = source is not None and (
+        template == "always" or (template == "auto" and prompt.category != PLAIN)
+    )
+    if use:
+        tokens = _with_template(prompt, tokenizer)
+    else:
+        joined = prompt.text if not prompt.system else f"{prompt.system}\n\n{prompt.text}"
+        tokens = tokenizer.encode(joined, add_special_tokens=True, split_special_tokens=True)
+    tokens, has_bos = _apply_bos(tokens, tokenizer, bos, prompt.id)
+    if not tokens:
+        raise DataError(
+            f"prompt {prompt.id} renders to no tokens",
+            remedy="Give it text, or a BOS token (bos = always).",
+        )
+    if limit is not None and len(tokens) > limit:
+        raise DataError(
+            f"prompt {prompt.id} is longer than the limit of {limit} tokens",
+            got=f"{len(tokens)} tokens",
+            remedy="Shorten or remove it, or use a target with a longer context.",
+        )
+    sha = sha256(source.encode()).hexdigest() if use and source is not None else None
+    return Rendered(tuple(tokens), tokens[0], has_bos, sha, use)
+
+
+def _template_source(tokenizer: Any) -> str | None:
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    return str(tokenizer.get_chat_template())
+
+
+def _with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    try:
+        return tokenizer.apply_chat_template(
+            [*system, {"role": "user", "content": prompt.text}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+            strftime_now=_CLOCK.strftime,
+        )
+    except Exception as error:  # jinja2's own classes, and whatever a template raises
+        raise DataError(
+            f"the chat template refuses prompt {prompt.id}",
+            got=error,
+            remedy="Drop the system prompt if it names one, or render with template = never.",
+        ) from error
+
+
+def _apply_bos(
+    tokens: list[int], tokenizer: Any, bos: BosPolicy, prompt_id: str
+) -> tuple[list[int], bool]:
+    bos_id = tokenizer.bos_token_id
+    if bos_id is None and bos == "always":
+        raise DataError(
+            f"prompt {prompt_id}: the tokenizer has no BOS token",
+            remedy="Render with bos = auto or never.",
+        )
+    # An id that comes again is the template's turn marker, not a BOS.
+    has_bos = tokens[:1] == [bos_id] and bos_id not in tokens[1:]
+    if bos == "always" and not has_bos:
+        return [bos_id, *tokens], True
+    if bos == "never" and has_bos:
+        return tokens[1:], False
+    return tokens, has_bos
