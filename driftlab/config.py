@@ -1,4 +1,4 @@
-"""Frozen settings. Everything that changes a number is a field here, and no field is a free string."""
+"""Frozen settings. Everything that changes a number is a field here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def refuse_assumptions(provenance: Provenance, *, owner: str) -> None:
         raise AssumptionError(
             f"{owner}: {len(assumed)} value(s) were assumed and not read",
             got=listed,
-            remedy="State them in the checkpoint's config or on the command line, or drop --strict.",
+            remedy="State them in the config or on the command line, or drop --strict.",
         )
 
 
@@ -150,7 +150,7 @@ class DrafterConfig(Frozen):
 
     @property
     def variant(self) -> str:
-        """Short name made of the enums, e.g. ``per_layer+post_norm`` (``+normed`` when residual is)."""
+        """Name made of the enums: ``per_layer+post_norm``, then ``+normed`` for the residual."""
         name = f"{self.fusion_norm}+{self.feedback}"
         return name if self.residual is Residual.raw else f"{name}+normed"
 
@@ -191,7 +191,7 @@ class DrafterSpec(Frozen):
 
 
 class TrainSpec(Frozen):
-    """Training-time test. Loss: soft cross entropy on the draft vocabulary, step k weighted decay^k."""
+    """Training-time test: soft cross entropy on the draft vocabulary, step k weighted decay^k."""
 
     ttt: Annotated[int, Field(gt=0)] = 4
     decay: Annotated[float, Field(gt=0)] = 0.8
@@ -288,7 +288,9 @@ def build_experiment(
 def _apply(data: dict[str, Any], override: str) -> None:
     key, sep, text = override.partition("=")
     if not sep or not key.strip():
-        raise ConfigError("--set needs key=value", got=override, remedy="Example: --set train.steps=50")
+        raise ConfigError(
+            "--set needs key=value", got=override, remedy="Example: --set train.steps=50"
+        )
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:

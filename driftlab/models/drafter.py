@@ -1,0 +1,495 @@
+"""The EAGLE-3 / EAGLE-3.1 drafter, with every intermediate value declared as a site.
+
+    a_t  = concat of captured states, ascending                   [A*Ht]
+    g_t  = fc(N(a_t))                                             [H]
+    u    = g_t at depth 1, the fed-back state at depth d >= 2
+    x    = concat( RMS_in(embed(token t+d)), RMS_hid(u) )         [2H]
+    r    = res + Attn(x)        res = u, or RMS_hid(u) under Residual.normed
+    s_d  = r + MLP(RMS_post(r))
+    logits_d = lm_head(RMS_final(s_d))                            [Vd]
+    feedback = s_d  or  RMS_final(s_d)
+
+The query of (anchor t, depth d) sits at rotary position t + d - 1 and sees the depth-1
+keys of anchors 0..t and its own chain's keys of depths 2..d, nothing else. Hence any set
+of anchors can be stepped at once, and one function serves training, probing and
+drafting. Parameter names are the canonical names of published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from driftlab.config import DrafterConfig, Feedback, FusionNorm, Provenance, Residual
+from driftlab.errors import ConfigError, ContractError
+from driftlab.models.hooks import Clock, HookPoint
+
+# Elements of one block of attention scores. Rows are cut so that memory stays linear in
+# the text's length; short texts run in one block.
+SCORE_BUDGET = 2**24
+
+
+@dataclass
+class Memory:
+    """Keys and values of one batch of texts.
+
+    ``prefix[l]`` holds layer l's depth-1 keys and values of anchors 0..n-1,
+    ``chain[l]`` those of depths 2..d for the rows that are being drafted, which are
+    ``anchors`` [T] (the same for every text of the batch).
+    """
+
+    n_layers: int
+    prefix: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
+    chain: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
+    anchors: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        self.prefix = [None] * self.n_layers
+        self.chain = [[] for _ in range(self.n_layers)]
+
+    def select(self, anchors: Tensor) -> None:
+        """Draft on from these anchors only, ascending; call between depth 1 and depth 2."""
+        if any(self.chain):
+            raise ContractError("anchors can be selected before depth 2 only")
+        if len(anchors) and int(anchors[-1]) >= self.length:
+            raise ContractError("anchor outside the prefix", got=int(anchors[-1]))
+        self.anchors = anchors
+
+    def crop(self, length: int) -> None:
+        """Forget the prefix from ``length`` on, and every chain."""
+        if not 0 <= length <= self.length:
+            raise ContractError(f"cannot crop {self.length} anchors to {length}")
+        self.prefix = [kv and (kv[0][:, :, :length], kv[1][:, :, :length]) for kv in self.prefix]
+        self.chain = [[] for _ in range(self.n_layers)]
+        self.length = length
+        self.anchors = self.anchors[:0]
+
+
+@dataclass(frozen=True)
+class State:
+    """One step's result, each [B, T, H]: before and after the final norm, and what is fed back."""
+
+    depth: int
+    pre: Tensor
+    post: Tensor
+    feedback: Tensor
+
+
+class Rotary(nn.Module):
+    """Rotary embedding of ``config.rope``; HuggingFace computes the frequencies."""
+
+    def __init__(self, config: DrafterConfig, dim: int) -> None:
+        super().__init__()
+        rope = config.rope
+        try:
+            self.table = LlamaRotaryEmbedding(
+                LlamaConfig(
+                    hidden_size=dim * config.num_heads,
+                    num_attention_heads=config.num_heads,
+                    head_dim=dim,
+                    max_position_embeddings=rope.max_position,
+                    rope_parameters={
+                        **rope.parameters,
+                        "rope_type": rope.rope_type,
+                        "rope_theta": rope.theta,
+                    },
+                )
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"rotary embedding {rope.rope_type!r} cannot be built",
+                got=f"{type(error).__name__}: {error}, parameters {rope.parameters}",
+                remedy="Give a rope_type that transformers knows, with all of its parameters.",
+            ) from None
+        self.interleaved = rope.interleaved
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [B, heads, T, e] at positions [T]; dimensions past the table's stay."""
+        cos, sin = (t[:, None] for t in self.table(x, positions[None]))  # [1, 1, T, r]
+        turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        if self.interleaved:
+            turned = rearrange(turned, "... (e two) -> ... (two e)", two=2)
+        half = turned.shape[-1] // 2
+        swapped = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
+        return torch.cat([turned * cos + swapped * sin, rest], dim=-1)
+
+
+class GQAProjections(nn.Module):
+    """Grouped-query projections: x [B, T, in] -> q [B, h, T, e], k and v [B, g, T, e]."""
+
+    def __init__(self, config: DrafterConfig, in_features: int) -> None:
+        super().__init__()
+        e, self.heads, self.kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+        self.q_proj = nn.Linear(in_features, self.heads * e, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(in_features, self.kv_heads * e, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(in_features, self.kv_heads * e, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=config.out_bias)
+        self.q_norm = LlamaRMSNorm(e, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(e, config.norm_eps) if config.qk_norm else nn.Identity()
+        if config.attention_gate:
+            self.g_proj = nn.Linear(in_features, self.heads * e, bias=False)
+        self.rotary = Rotary(config, e)
+        self.scale = e**-0.5
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = rearrange(self.q_proj(x), "b t (h e) -> b h t e", h=self.heads)
+        k = rearrange(self.k_proj(x), "b t (g e) -> b g t e", g=self.kv_heads)
+        v = rearrange(self.v_proj(x), "b t (g e) -> b g t e", g=self.kv_heads)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return self.rotary(q, positions), self.rotary(k, positions), v
+
+
+class MLAProjections(nn.Module):
+    """Low-rank projections of DeepSeek / Kimi drafters; one rotary key is shared by all heads."""
+
+    def __init__(self, config: DrafterConfig, in_features: int) -> None:
+        super().__init__()
+        mla = config.mla
+        if mla is None:
+            raise ConfigError("MLAProjections need config.mla")
+        self.mla, self.heads, self.kv_heads = mla, config.num_heads, config.num_heads
+        width = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        if mla.q_lora_rank is None:
+            self.q_proj = nn.Linear(in_features, self.heads * width, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(in_features, mla.q_lora_rank, bias=config.qkv_bias)
+            self.q_a_layernorm = LlamaRMSNorm(mla.q_lora_rank, config.norm_eps)
+            self.q_b_proj = nn.Linear(mla.q_lora_rank, self.heads * width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(
+            in_features, mla.kv_lora_rank + mla.qk_rope_head_dim, bias=config.qkv_bias
+        )
+        self.kv_a_layernorm = LlamaRMSNorm(mla.kv_lora_rank, config.norm_eps)
+        self.kv_b_proj = nn.Linear(
+            mla.kv_lora_rank, self.heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False
+        )
+        self.o_proj = nn.Linear(
+            self.heads * mla.v_head_dim, config.hidden_size, bias=config.out_bias
+        )
+        if config.attention_gate:
+            self.g_proj = nn.Linear(in_features, self.heads * mla.v_head_dim, bias=False)
+        self.rotary = Rotary(config, mla.qk_rope_head_dim)
+        self.scale = width**-0.5 * mla.softmax_multiplier
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mla = self.mla
+        if mla.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = rearrange(q, "b t (h e) -> b h t e", h=self.heads)
+        q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
+            [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
+        )
+        kv = rearrange(
+            self.kv_b_proj(self.kv_a_layernorm(latent)), "b t (h e) -> b h t e", h=self.heads
+        )
+        k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
+        k_rope = self.rotary(k_rope[:, None], positions).expand(-1, self.heads, -1, -1)
+        q = torch.cat([q_nope, self.rotary(q_rope, positions)], dim=-1)
+        return q, torch.cat([k_nope, k_rope], dim=-1), v
+
+
+Projections = GQAProjections | MLAProjections
+
+
+class ChainAttention(nn.Module):
+    """Attention of drafted rows over the true prefix and over each row's own chain.
+
+    Holds sites and no weights: the layer owns its projections, under their published names.
+    """
+
+    def __init__(self, config: DrafterConfig, index: int, clock: Clock, prefix: str) -> None:
+        super().__init__()
+        self.window = config.windows[index] if config.windows else None
+        self.index, self._clock = index, clock
+        self.gated = config.attention_gate
+        self.at_q = HookPoint(f"{prefix}attn.q", clock)
+        self.at_k = HookPoint(f"{prefix}attn.k", clock)
+        self.at_v = HookPoint(f"{prefix}attn.v", clock)
+        self.at_scores = HookPoint(f"{prefix}attn.scores", clock)
+        self.at_pattern = HookPoint(f"{prefix}attn.pattern", clock)
+        self.at_out = HookPoint(f"{prefix}attn.out", clock)
+
+    def forward(
+        self, own: Projections, x: Tensor, positions: Tensor, memory: Memory, depth: int
+    ) -> Tensor:
+        q, k, v = own(x, positions)
+        q, k, v = self.at_q(q), self.at_k(k), self.at_v(v)
+        if depth == 1:
+            old = memory.prefix[self.index]
+            if old is not None:
+                k, v = torch.cat([old[0], k], dim=2), torch.cat([old[1], v], dim=2)
+            memory.prefix[self.index] = (k, v)
+        else:
+            memory.chain[self.index].append((k, v))
+        mixed = self._attend(q * own.scale, positions, memory)
+        mixed = rearrange(mixed, "b h t e -> b t (h e)")
+        if self.gated:
+            mixed = mixed * torch.sigmoid(own.g_proj(x))
+        return self.at_out(own.o_proj(mixed))
+
+    def _attend(self, q: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+        """Scaled q [B, h, T, e] -> [B, h, T, e_v], in blocks of rows."""
+        prefix = memory.prefix[self.index]
+        if prefix is None:
+            raise ContractError("depth 2 and deeper need a depth-1 step first")
+        keys, values = prefix
+        chain = memory.chain[self.index]
+        # Each row has its own chain keys: [B, g, T, depth - 1, e].
+        chain_k = torch.stack([k for k, _ in chain], dim=3) if chain else None
+        chain_v = torch.stack([v for _, v in chain], dim=3) if chain else None
+        batch, heads, rows, _ = q.shape
+        groups = keys.shape[1]
+        q = rearrange(q, "b (g r) t e -> b g r t e", g=groups)
+        per_row = batch * heads * (keys.shape[2] + len(chain))
+        block = max(1, SCORE_BUDGET // per_row)
+        mixed = []
+        for start in range(0, rows, block):
+            span = slice(start, min(start + block, rows))
+            self._clock.rows = span
+            anchors = memory.anchors[span]
+            # No row of this block may look past its last anchor.
+            seen = int(anchors[-1]) + 1 if block < rows else keys.shape[2]
+            scores = torch.einsum("bgrte,bgse->bgrts", q[:, :, :, span], keys[:, :, :seen])
+            hidden = torch.arange(seen, device=q.device) > anchors[:, None]
+            if self.window is not None:
+                far = positions[span][:, None] - torch.arange(seen, device=q.device)
+                hidden = hidden | (far >= self.window)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if chain_k is not None:
+                own = torch.einsum("bgrte,bgtde->bgrtd", q[:, :, :, span], chain_k[:, :, span])
+                if self.window is not None and len(chain) > self.window:
+                    own[..., : len(chain) - self.window] = float("-inf")
+                scores = torch.cat([scores, own], dim=-1)
+            scores = self.at_scores(rearrange(scores, "b g r t s -> b (g r) t s"))
+            pattern = self.at_pattern(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype))
+            pattern = rearrange(pattern, "b (g r) t s -> b g r t s", g=groups)
+            out = torch.einsum("bgrts,bgse->bgrte", pattern[..., :seen], values[:, :, :seen])
+            if chain_v is not None:
+                out = out + torch.einsum(
+                    "bgrtd,bgtde->bgrte", pattern[..., seen:], chain_v[:, :, span]
+                )
+            mixed.append(rearrange(out, "b g r t e -> b (g r) t e"))
+        self._clock.rows = slice(0, rows)
+        return torch.cat(mixed, dim=2)
+
+
+class DrafterLayer(nn.Module):
+    """One decoder layer. The first takes embedding and fed-back state, later ones the stream."""
+
+    def __init__(self, config: DrafterConfig, index: int, clock: Clock) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.norm_eps
+        prefix = "" if index == 0 else f"layer.{index}."
+        self.config, self.index = config, index
+        self.input_layernorm = LlamaRMSNorm(width, eps)
+        if index == 0:
+            self.hidden_norm = LlamaRMSNorm(width, eps)
+            self.at_token = HookPoint("token.normed", clock)
+            self.at_feedback = HookPoint("feedback.normed", clock)
+        projections = GQAProjections if config.mla is None else MLAProjections
+        self.self_attn = projections(config, width * (2 if index == 0 else 1))
+        self.attention = ChainAttention(config, index, clock, prefix)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps)
+        self.mlp = LlamaMLP(
+            LlamaConfig(
+                hidden_size=width,
+                intermediate_size=config.intermediate_size,
+                hidden_act=config.hidden_act,
+                mlp_bias=config.mlp_bias,
+            )
+        )
+        self.at_mid = HookPoint(f"{prefix}resid.mid", clock)
+        self.at_mlp = HookPoint(f"{prefix}mlp.out", clock)
+
+    def forward(
+        self, u: Tensor, embedded: Tensor | None, positions: Tensor, memory: Memory, depth: int
+    ) -> Tensor:
+        if embedded is None:
+            x, residual = self.input_layernorm(u), u
+        else:
+            token = self.at_token(self.input_layernorm(embedded))
+            inner = self.input_layernorm(u) if self.config.double_hidden_norm else u
+            hidden = self.at_feedback(self.hidden_norm(inner))
+            x = torch.cat([token, hidden], dim=-1)
+            residual = u if self.config.residual is Residual.raw else hidden
+        written = self.attention(self.self_attn, x, positions, memory, depth)
+        mid = self.at_mid(residual + written)
+        return mid + self.at_mlp(self.mlp(self.post_attention_layernorm(mid)))
+
+
+class Drafter(nn.Module):
+    """The drafter. ``draft_to_target`` [Vd] gives each draft id's target id.
+
+    ``provenance`` says of every resolved field whether it was read, derived or assumed.
+    """
+
+    draft_to_target: Tensor
+    target_to_draft: Tensor
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        draft_to_target: Tensor | None = None,
+        provenance: Provenance | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.provenance = config, dict(provenance or {})
+        width, eps, n = config.hidden_size, config.norm_eps, len(config.boundaries)
+        self._clock = clock = Clock()
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if n:
+            self.fc = nn.Linear(n * config.target_hidden_size, width, bias=config.fc_bias)
+        if config.fusion_norm in (FusionNorm.concat, FusionNorm.concat_per_layer):
+            self.input_norm = LlamaRMSNorm(n * config.target_hidden_size, eps)
+        if config.fusion_norm in (FusionNorm.per_layer, FusionNorm.concat_per_layer):
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(n)
+            )
+        self.layers = nn.ModuleList(
+            DrafterLayer(config, i, clock) for i in range(config.num_layers)
+        )
+        self.norm = LlamaRMSNorm(width, eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self._set_vocabulary(draft_to_target)
+        self.at_in = nn.ModuleList(HookPoint(f"fuse.in.{i}", clock) for i in range(n))
+        self.at_normed = nn.ModuleList(HookPoint(f"fuse.normed.{i}", clock) for i in range(n))
+        self.at_part = nn.ModuleList(HookPoint(f"fuse.part.{i}", clock) for i in range(n))
+        self.at_fused = HookPoint("fuse.out", clock)
+        self.at_embed = HookPoint("token.embed", clock)
+        self.at_feedback = HookPoint("feedback.in", clock)
+        self.at_pre = HookPoint("state.pre", clock)
+        self.at_post = HookPoint("state.post", clock)
+        self.at_logits = HookPoint("logits", clock)
+
+    def _set_vocabulary(self, draft_to_target: Tensor | None) -> None:
+        config = self.config
+        if draft_to_target is None:
+            if config.draft_vocab_size != config.vocab_size:
+                raise ContractError(
+                    "a reduced draft vocabulary needs its map to target ids",
+                    got=f"{config.draft_vocab_size} of {config.vocab_size} ids and no map",
+                    remedy="Give draft_to_target (absolute target ids).",
+                )
+            draft_to_target = torch.arange(config.vocab_size)
+        if draft_to_target.shape != (config.draft_vocab_size,):
+            raise ContractError(
+                "the vocabulary map does not have one entry per draft id",
+                got=f"{tuple(draft_to_target.shape)} for {config.draft_vocab_size}",
+            )
+        ids = draft_to_target.to(torch.long)
+        outside = (ids < 0) | (ids >= config.vocab_size)
+        if bool(outside.any()):
+            raise ContractError(
+                f"the vocabulary map leaves the target's {config.vocab_size} ids",
+                got=f"draft id {int(outside.nonzero()[0])} -> {int(ids[outside][0])}",
+            )
+        if len(ids.unique()) != len(ids):
+            raise ContractError("the vocabulary map sends two draft ids to one target id")
+        back = torch.full((config.vocab_size,), -1, dtype=torch.long)
+        back[ids] = torch.arange(len(ids))
+        self.register_buffer("draft_to_target", ids)
+        self.register_buffer("target_to_draft", back, persistent=False)
+
+    def new_memory(self) -> Memory:
+        return Memory(self.config.num_layers)
+
+    def _check_aux(self, aux: Tensor) -> None:
+        n, width = len(self.config.boundaries), self.config.target_hidden_size
+        want = n * width if n else width
+        if aux.shape[-1] != want:
+            raise ContractError(
+                f"fc expects {want} = {max(n, 1)} x {width} input features",
+                got=f"captured states of width {aux.shape[-1]}",
+                remedy="Capture the boundaries that the drafter names, from its own target.",
+            )
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Captured states [B, T, A*Ht] -> fused input g [B, T, H]."""
+        self._check_aux(aux)
+        self._clock.depth = 1
+        self._clock.rows = slice(0, aux.shape[1])
+        self._clock.anchors = torch.arange(aux.shape[1])
+        config = self.config
+        if not config.boundaries:
+            return self.at_fused(aux)
+        width = config.target_hidden_size
+        chunks = [p(c) for p, c in zip(self.at_in, aux.split(width, dim=-1), strict=True)]
+        if hasattr(self, "input_norm"):
+            chunks = list(self.input_norm(torch.cat(chunks, dim=-1)).split(width, dim=-1))
+        if hasattr(self, "fc_norm"):
+            chunks = [norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)]
+        chunks = [p(c) for p, c in zip(self.at_normed, chunks, strict=True)]
+        changed = list(self._parts(chunks)) if any(p.hooked for p in self.at_part) else []
+        if changed and (torch.is_grad_enabled() or any(new is not old for old, new in changed)):
+            fused = sum((new for _, new in changed[1:]), start=changed[0][1])
+            if config.fc_bias:
+                fused = fused + self.fc.bias
+        else:
+            fused = self.fc(torch.cat(chunks, dim=-1))
+        return self.at_fused(fused)
+
+    def _parts(self, chunks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        weights = self.fc.weight.split(self.config.target_hidden_size, dim=1)
+        for point, chunk, weight in zip(self.at_part, chunks, weights, strict=True):
+            part = nn.functional.linear(chunk, weight)
+            yield part, point(part)
+
+    def step(self, tokens: Tensor, u: Tensor, memory: Memory, *, depth: int) -> State:
+        """One depth for T rows of B texts.
+
+        Depth 1 appends its rows to the prefix (anchors ``memory.length`` and on) and
+        drops the chains; depth d >= 2 continues the chains of ``memory.anchors``.
+
+        Parameters
+        ----------
+        tokens: [B, T] target ids, token t + depth of each anchor t.
+        u: [B, T, H] fused input at depth 1, else the fed-back state of depth - 1.
+        """
+        if depth == 1:
+            first = memory.length
+            memory.length += tokens.shape[1]
+            memory.chain = [[] for _ in range(self.config.num_layers)]
+            memory.anchors = torch.arange(first, memory.length, device=tokens.device)
+        if depth != len(memory.chain[0]) + (1 if depth == 1 else 2):
+            raise ContractError(
+                "depths run in order", got=f"depth {depth} after {len(memory.chain[0]) + 1}"
+            )
+        if tokens.shape[1] != len(memory.anchors):
+            raise ContractError(
+                f"depth {depth} has {tokens.shape[1]} rows for {len(memory.anchors)} anchors"
+            )
+        self._clock.depth = depth
+        self._clock.rows = slice(0, tokens.shape[1])
+        self._clock.anchors = memory.anchors
+        shift = self.config.draft_position_offset if depth > 1 else 0
+        positions = memory.anchors + depth - 1 + shift
+        embedded = self.at_embed(self.embed_tokens(tokens))
+        hidden = self.at_feedback(u)
+        for layer in self.layers:
+            first_layer = layer.index == 0
+            hidden = layer(hidden, embedded if first_layer else None, positions, memory, depth)
+        pre = self.at_pre(hidden)
+        post = self.at_post(self.norm(pre))
+        return State(depth, pre, post, post if self.config.feedback is Feedback.post_norm else pre)
+
+    def logits(self, state: State) -> Tensor:
+        """Scores over the draft vocabulary, [B, T, Vd]."""
+        scores = self.lm_head(state.pre if self.config.logits_from_raw else state.post)
+        return self.at_logits(scores * self.config.logit_scale)
+
+    def to_target(self, draft: Tensor) -> Tensor:
+        """Draft ids -> target ids."""
+        return self.draft_to_target[draft]
