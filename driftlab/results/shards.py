@@ -1,0 +1,381 @@
+"""One file per finished piece of work: a JSON header line, then Arrow blobs, checked by SHA-256.
+
+A shard is written to a temporary name, synced, and renamed, so that it is there whole or not
+at all. A shard whose checksum or schema version disagrees counts as not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from driftlab.errors import DataError, NumericsError, ResourceError, RunError
+from driftlab.results.schema import (
+    ATTENTION,
+    KEYS,
+    LOGGED,
+    NORMS,
+    REGIONS,
+    SCHEMA_VERSION,
+    SCHEMAS,
+)
+
+MASS_TOLERANCE = 1e-4
+SUFFIX = ".shard"
+_TEMPORARY = ".tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CHOICES = {"text": ("greedy", "sampled", "given"), "mode": ("free", "forced")}
+
+
+def safe_name(identifier: str) -> str:
+    """File name for any id: readable, free of separators, distinct by a hash of the id."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "_", identifier)[:40]
+    return f"{readable}-{hashlib.sha256(identifier.encode()).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary neighbour of ``path`` that takes its name when the block succeeds.
+
+    Raises
+    ------
+    ResourceError: the disk or the quota is full. What was there before is untouched.
+    RunError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_TEMPORARY}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        _discard(temporary)
+        if error.errno in _FULL:
+            raise ResourceError(
+                f"no space left to write {path}",
+                got=error.strerror,
+                remedy="Free some space and run the same command again: finished work is kept.",
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise RunError(
+                f"{path} cannot be written",
+                got=error.strerror,
+                remedy="Choose a folder that you may write to.",
+            ) from error
+        raise
+    except BaseException:
+        _discard(temporary)
+        raise
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete temporary files that a killed process left behind."""
+    for path in folder.rglob(f".*{_TEMPORARY}"):
+        _discard(path)
+
+
+# --- values to checked tables -----------------------------------------------------------------
+
+
+def make_table(name: str, columns: Mapping[str, Any], where: str) -> pa.Table:
+    """Typed, checked and sorted table ``name``.
+
+    ``columns`` maps names to arrays of one length; scalars are repeated. Missing values are
+    given by a masked array or by ``None``, never by NaN, and only where the schema allows them;
+    a column that may be null can be left out. ``where`` (cell and prompt) goes into messages.
+
+    Raises
+    ------
+    NumericsError: NaN, infinity, or attention regions that do not sum to 1 (tolerance 1e-4).
+    DataError: a column is unknown, missing, of the wrong type or length, or a row is there twice.
+    """
+    schema = SCHEMAS[name]
+    for column in columns:
+        if column not in schema.names:
+            near = difflib.get_close_matches(column, schema.names) or schema.names
+            raise DataError(
+                f"table {name} ({where}) has no column {column!r}",
+                remedy=f"Columns like it: {', '.join(near)}.",
+            )
+    lengths = {c: len(v) for c, v in columns.items() if not _is_scalar(v)}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            f"columns of table {name} ({where}) differ in length",
+            got=lengths,
+            remedy="Give one value a row in every column.",
+        )
+    n = next(iter(lengths.values()), 1)
+    arrays = [_column(field, columns, n, f"{name}.{field.name} ({where})") for field in schema]
+    table = pa.Table.from_arrays(arrays, schema=schema)
+    for column, allowed in _CHOICES.items():
+        if column in schema.names:
+            found = set(pc.unique(table[column]).to_pylist())
+            if wrong := sorted(found - set(allowed)):
+                raise DataError(
+                    f"{name}.{column} ({where}) must be one of {', '.join(allowed)}",
+                    got=", ".join(wrong),
+                    remedy="Use the words of the schema.",
+                )
+    if REGIONS[0] in schema.names:
+        _check_masses(table, name, where)
+    return _sorted(table, name, where)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, str) or np.ndim(value) == 0
+
+
+def _column(field: pa.Field, columns: Mapping[str, Any], n: int, where: str) -> pa.Array:
+    if field.name not in columns and not field.nullable:
+        raise DataError(f"{where} is missing", remedy="The schema does not allow it to be null.")
+    value = columns.get(field.name)
+    try:
+        array = _to_arrow(value, field.type, n)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{where} cannot be stored as {field.type}",
+            got=str(error).splitlines()[0],
+            remedy="Give values of that type and range.",
+        ) from None
+    if pa.types.is_floating(field.type):
+        bad = pc.sum(pc.invert(pc.is_finite(array))).as_py()  # nulls do not count
+        if bad:
+            raise NumericsError(
+                f"{where} holds NaN or infinity",
+                got=f"{bad} of {n} values",
+                remedy="Missing values are masked, not NaN; anything else is a fault upstream, "
+                "such as an overflow in half precision.",
+            )
+    if not field.nullable and array.null_count:
+        raise DataError(f"{where} holds nulls", got=array.null_count, remedy="Fill every row.")
+    return array
+
+
+def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
+    if _is_scalar(value):
+        scalar = value.item() if isinstance(value, np.ndarray | np.generic) else value
+        if pa.types.is_boolean(kind) and not isinstance(scalar, bool | None):
+            raise TypeError(f"{scalar!r} is no bool")
+        return pa.repeat(pa.scalar(scalar, type=kind), n)
+    if isinstance(value, pa.ChunkedArray):
+        value = value.combine_chunks()
+    if isinstance(value, pa.Array):
+        return value.cast(kind)
+    if isinstance(value, list | tuple):
+        return pa.array(value, type=kind)
+    mask = None
+    if isinstance(value, np.ma.MaskedArray):
+        mask, value = np.ma.getmaskarray(value), value.data
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise ValueError(f"shape {array.shape} is not one value a row")
+    if pa.types.is_floating(kind):
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is found as infinity
+            array = array.astype(kind.to_pandas_dtype())
+        if mask is not None:
+            array = np.where(mask, array.dtype.type(0), array)
+    return pa.array(array, type=kind, mask=mask, from_pandas=False)
+
+
+def _check_masses(table: pa.Table, name: str, where: str) -> None:
+    total = np.zeros(table.num_rows)
+    for region in REGIONS:
+        total += table[region].to_numpy()
+    off = np.abs(total - 1)
+    if off.size and off.max() > MASS_TOLERANCE:
+        worst = int(off.argmax())
+        row = {key: table[key][worst].as_py() for key in KEYS[name][2:]}
+        raise NumericsError(
+            f"attention regions of {name} ({where}) do not sum to 1 at {row}",
+            got=f"{total[worst]:.6f}",
+            remedy="Every key belongs to exactly one region; check the region map.",
+        )
+
+
+def _sorted(table: pa.Table, name: str, where: str) -> pa.Table:
+    """``table`` by its key columns, refusing rows with the same key."""
+    codes = []
+    for key in KEYS[name]:
+        column = table[key].combine_chunks()
+        if pa.types.is_string(column.type):
+            column = column.dictionary_encode()
+            order = np.argsort(np.argsort(column.dictionary.to_numpy(zero_copy_only=False)))
+            codes.append(order[column.indices.to_numpy()])
+        else:
+            codes.append(column.to_numpy().astype(np.int64))
+    if table.num_rows < 2:
+        return table
+    # One integer a row, in lexicographic order: sorting it is much faster than sorting columns.
+    rank = np.zeros(table.num_rows, dtype=np.int64)
+    for code in codes:
+        code = code - code.min()
+        rank = rank * (int(code.max()) + 1) + code
+    step = np.diff(rank)
+    if not (step > 0).all():
+        order = np.argsort(rank, kind="stable")
+        if not np.diff(rank[order]).all():
+            raise DataError(
+                f"table {name} ({where}) holds a row twice",
+                got=f"{table.num_rows - len(np.unique(rank))} repeated",
+                remedy=f"Rows are told apart by {', '.join(KEYS[name])}.",
+            )
+        table = table.take(pa.array(order))
+    return table
+
+
+def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
+    """Table ``depths`` of one shard: means of ``steps`` over fixed anchors.
+
+    An anchor near the end of a text has no truth at the deepest depths. Keeping only anchors
+    whose chain reaches the deepest depth of its (cell, prompt, text, mode) makes every depth
+    speak of the same anchors.
+    """
+    if not steps.num_rows:
+        return SCHEMAS["depths"].empty_table()
+    parts = []
+    groups = steps.select(["cell", "prompt", "text", "mode"]).group_by(
+        ["cell", "prompt", "text", "mode"], use_threads=False
+    )
+    for key in groups.aggregate([]).to_pylist():
+        mask = pc.and_(pc.equal(steps["text"], key["text"]), pc.equal(steps["mode"], key["mode"]))
+        mask = pc.and_(mask, pc.equal(steps["prompt"], key["prompt"]))
+        part = steps.filter(mask)
+        depth = part["depth"].to_numpy()
+        anchor = part["anchor"].to_numpy()
+        kept = np.isin(anchor, anchor[depth == depth.max()])
+        parts.append(_reduce_group(part.filter(pa.array(kept)), key, where))
+    return pa.concat_tables(parts)
+
+
+def _reduce_group(part: pa.Table, key: Mapping[str, str], where: str) -> pa.Table:
+    for name in LOGGED:
+        values = part[name].to_numpy().astype(np.float64)
+        # A state that an intervention has set to zero has no logarithm.
+        part = part.append_column(
+            f"log_{name}", pa.array(np.log(np.where(values > 0, values, 1)), mask=values <= 0)
+        )
+    logs = [f"log_{name}" for name in LOGGED]
+    means = ["logprob", "tv", *ATTENTION, *NORMS]
+    out = (
+        part.group_by("depth", use_threads=False)
+        .aggregate(
+            [
+                ("anchor", "count"),
+                ("correct", "sum"),
+                ("accepted", "sum"),
+                ("in_vocab", "sum"),
+                ("temperature", "min"),
+                *((name, "mean") for name in means),
+                *((name, "mean", pc.ScalarAggregateOptions(skip_nulls=False)) for name in logs),
+            ]
+        )
+        .sort_by("depth")
+    )
+    depth = out["depth"].to_numpy()
+    accepted = out["accepted_sum"].to_pylist()
+    opportunities: list[int | None] = [None] * len(depth)
+    if accepted[0] is not None:
+        if not np.array_equal(depth, np.arange(1, len(depth) + 1)):
+            raise DataError(
+                f"free chains of steps ({where}) skip a depth",
+                got=depth.tolist(),
+                remedy="Acceptance at depth d needs depths 1..d.",
+            )
+        opportunities = [out["anchor_count"][0].as_py(), *accepted[:-1]]
+    columns: dict[str, Any] = {
+        **key,
+        "temperature": out["temperature_min"],
+        "depth": out["depth"],
+        "n": out["anchor_count"],
+        "n_correct": out["correct_sum"],
+        "n_opportunities": opportunities,
+        "n_accepted": accepted,
+        "n_in_vocab": out["in_vocab_sum"],
+        **{name: out[f"{name}_mean"] for name in (*means, *logs)},
+    }
+    return make_table("depths", columns, where)
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file on disk: its key, and where each table's bytes lie."""
+
+    path: Path
+    key: tuple[str, ...]
+    blobs: Mapping[str, tuple[int, int]]  # table -> (offset, length)
+
+    def table(self, name: str) -> pa.Table:
+        if name not in self.blobs:
+            return SCHEMAS[name].empty_table()
+        offset, length = self.blobs[name]
+        with self.path.open("rb") as handle:
+            handle.seek(offset)
+            return pa.ipc.open_stream(handle.read(length)).read_all()
+
+
+def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]) -> None:
+    options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
+    payload, blobs, offset = [], {}, 0
+    for name, table in tables.items():
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        data = sink.getvalue()
+        payload.append(data)
+        blobs[name] = (offset, data.size)
+        offset += data.size
+    digest = hashlib.sha256()
+    for data in payload:
+        digest.update(data)
+    header = {
+        "driftlab_shard": SCHEMA_VERSION,
+        "key": key,
+        "blobs": blobs,
+        "sha256": digest.hexdigest(),
+    }
+    with atomic_file(path) as handle:
+        handle.write(json.dumps(header).encode() + b"\n")
+        for data in payload:
+            handle.write(data)
+
+
+def read_shard(path: Path, *, verify: bool = True) -> Shard | None:
+    """The shard at ``path``, or None when it is absent, damaged or of another schema version."""
+    try:
+        with path.open("rb") as handle:
+            header = json.loads(handle.readline(1 << 20))
+            start = handle.tell()
+            if header["driftlab_shard"] != SCHEMA_VERSION:
+                return None
+            if verify:
+                digest = hashlib.file_digest(handle, "sha256").hexdigest()
+                if digest != header["sha256"]:
+                    return None
+            blobs = {name: (start + at, size) for name, (at, size) in header["blobs"].items()}
+            return Shard(path, tuple(header["key"]), blobs)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
