@@ -1,0 +1,169 @@
+"""Pure functions, one measure each. Reductions run in fp32 whatever the input's dtype.
+
+Shapes: B texts, h heads, T rows (one per anchor), K = prefix keys + own chain keys.
+Masses are softmax weight of one query; norms are RMS, ``||x|| / sqrt(H)``, or L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from driftlab.errors import ConfigError
+
+SINK_THRESHOLD = 0.3
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square of the last dimension: ``||x|| / sqrt(H)``."""
+    return x.float().pow(2).mean(dim=-1).sqrt()
+
+
+def l2(x: Tensor) -> Tensor:
+    """Euclidean norm of the last dimension."""
+    return x.float().norm(dim=-1)
+
+
+def entropy(pattern: Tensor) -> Tensor:
+    """Entropy in nats of each query's weights, [B, h, T, K] -> [B, h, T]."""
+    return torch.special.entr(pattern.float()).sum(dim=-1)
+
+
+def region_masses(
+    pattern: Tensor, anchors: Tensor, depth: int, sink: Tensor, prompt_lens: Tensor
+) -> Tensor:
+    """Mass on each region, [B, h, T, K] -> [B, h, T, 6]; they sum to 1.
+
+    The order is `driftlab.results.schema.REGIONS`.
+
+    A key belongs to the position whose captured states it was made of: ``sink`` if that
+    position is marked, ``prompt`` below the prompt's length, else ``generated``. The query's
+    own key is ``self``: at depth 1 the anchor's, deeper the chain's newest; the chain's
+    earlier keys are ``draft``. A sink position that is the query's own key at depth 1 counts
+    as ``self``. ``null`` is what the weights lack to 1 (a learned sink logit).
+
+    Parameters
+    ----------
+    anchors: [T] anchor of each row. sink: bool [B, P] for P >= prefix keys.
+    prompt_lens: [B].
+    """
+    pattern = pattern.float()
+    seen = pattern.shape[-1] - (depth - 1)
+    prefix = pattern[..., :seen]
+    key = torch.arange(seen, device=pattern.device)
+    is_sink = sink[:, :seen]
+    is_prompt = (key < prompt_lens[:, None]) & ~is_sink
+    kinds = torch.stack([is_sink, is_prompt, ~(is_sink | is_prompt)], dim=-1).float()
+    fixed = torch.einsum("bhtk,bkm->bhtm", prefix, kinds)  # sink, prompt, generated
+    if depth == 1:
+        index = anchors[None, None, :, None].expand(*prefix.shape[:3], 1)
+        own = prefix.gather(-1, index)[..., 0]
+        fixed = fixed - own[..., None] * kinds[:, anchors][:, None]
+        draft = torch.zeros_like(own)
+    else:
+        own = pattern[..., -1]
+        draft = pattern[..., seen:-1].sum(dim=-1)
+    parts = torch.cat([fixed, draft[..., None], own[..., None]], dim=-1).clamp(min=0)
+    null = (1 - parts.sum(dim=-1, keepdim=True)).clamp(min=0)
+    # Rounding of a row that sums to 1 is no learned sink.
+    null = torch.where(null < 1e-4, torch.zeros_like(null), null)
+    return torch.cat([parts, null], dim=-1)
+
+
+def recent_mass(pattern: Tensor, anchors: Tensor, depth: int, window: int) -> Tensor:
+    """Mass on the query's last ``window`` keys, its own among them, [B, h, T, K] -> [B, h, T]."""
+    pattern = pattern.float()
+    chain = depth - 1
+    mass = pattern[..., pattern.shape[-1] - min(window, chain) :].sum(dim=-1) if chain else 0
+    for back in range(max(0, window - chain)):
+        index = (anchors - back).clamp(min=0)[None, None, :, None]
+        column = pattern.gather(-1, index.expand(*pattern.shape[:3], 1))[..., 0]
+        mass = mass + torch.where(anchors >= back, column, torch.zeros_like(column))
+    return torch.as_tensor(mass)
+
+
+def first_sink(batch: int, size: int) -> Tensor:
+    """Mark the first position of each text (texts are padded on the right). -> [B, size]"""
+    sink = torch.zeros(batch, size, dtype=torch.bool)
+    sink[:, 0] = True
+    return sink
+
+
+def explicit_sink(positions: Sequence[int], batch: int, size: int) -> Tensor:
+    """Mark the given positions. -> [B, size]"""
+    sink = torch.zeros(batch, size, dtype=torch.bool)
+    for position in positions:
+        if position < 0:
+            raise ConfigError("a sink position cannot be negative", got=position)
+        if position < size:
+            sink[:, position] = True
+    return sink
+
+
+def auto_sink(received: Tensor, queries: Tensor) -> Tensor:
+    """Mark positions whose mean received mass exceeds `SINK_THRESHOLD`.
+
+    received: [B, K] mass that each key got, summed over heads' means and queries;
+    queries: [B, K] how many queries could see the key.
+    """
+    return received / queries.clamp(min=1) > SINK_THRESHOLD
+
+
+def fused_parts(chunks: Sequence[Tensor], weight: Tensor) -> list[Tensor]:
+    """``W_i N(a)_i`` for each captured state: the exact split of a bias-free fused input.
+
+    chunks: A tensors [B, T, Ht] after the fusion norm. weight: fc's, [H, A*Ht].
+    """
+    blocks = weight.split(chunks[0].shape[-1], dim=1)
+    return [
+        torch.nn.functional.linear(c, w.to(c.dtype)) for c, w in zip(chunks, blocks, strict=True)
+    ]
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """Signed share ``<part, g> / <g, g>``; the parts' shares sum to 1. -> [B, T]"""
+    part, whole = part.float(), whole.float()
+    return (part * whole).sum(-1) / whole.pow(2).sum(-1).clamp(min=1e-20)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of the last dimension."""
+    return torch.cosine_similarity(a.float(), b.float(), dim=-1)
+
+
+def truth_scores(
+    logits: Tensor, truth: Tensor, target_to_draft: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How the drafter scores the true token: (in_vocab bool, log-probability, rank), each [B, T].
+
+    Rank 0 is the best; ties count against the truth. Where the truth is not in the draft
+    vocabulary, log-probability is NaN and rank -1.
+    """
+    index = target_to_draft[truth.clamp(min=0)]
+    inside = (truth >= 0) & (index >= 0)
+    log_q = logits.float().log_softmax(dim=-1)
+    own = log_q.gather(-1, index.clamp(min=0)[..., None])
+    ahead = (log_q >= own).sum(dim=-1) - 1
+    log_own = torch.where(inside, own[..., 0], torch.full_like(own[..., 0], float("nan")))
+    return inside, log_own, torch.where(inside, ahead, torch.full_like(ahead, -1))
+
+
+def total_variation(logits: Tensor, target_probabilities: Tensor) -> Tensor:
+    """``0.5 sum_v |q(v) - p(v)|`` over the target's whole vocabulary, [B, T].
+
+    target_probabilities: [B, T, Vd] the target's true (not renormalised) probabilities of
+    the draft ids; what they lack to 1 lies outside the draft vocabulary, where q is 0.
+    """
+    q = logits.float().softmax(dim=-1)
+    p = target_probabilities.float()
+    outside = (1 - p.sum(dim=-1)).clamp(min=0)
+    return 0.5 * ((q - p).abs().sum(dim=-1) + outside)
+
+
+def log_slope(values: Tensor, depths: Tensor) -> Tensor:
+    """Least-squares slope of ``log values`` over ``depths`` along the last dimension."""
+    y, x = values.float().log(), depths.float()
+    x = x - x.mean()
+    return ((y - y.mean(dim=-1, keepdim=True)) * x).sum(-1) / x.pow(2).sum()

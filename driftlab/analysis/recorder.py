@@ -1,0 +1,251 @@
+"""Measures at sites, reduced inside the hooks: no pattern and no state outlives its step.
+
+A recorder watches one `unroll` of B right-padded texts and gives the rows of the tables
+``steps``, ``heads`` and ``fused`` for each text. Memory is a few numbers per (anchor, depth,
+head), whatever the text's length.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from driftlab.analysis import measures
+from driftlab.errors import NumericsError
+from driftlab.models.drafter import Drafter, State
+from driftlab.models.hooks import HookFn, Moment, attach
+from driftlab.results.schema import REGIONS
+
+Columns = dict[str, np.ndarray]
+
+# Column of `steps` -> the site that it is the RMS of.
+RMS_SITES = {
+    "rms_input": "feedback.in",
+    "rms_attn_out": "attn.out",
+    "rms_mlp_out": "mlp.out",
+}
+
+
+class Step(Protocol):
+    """What the recorder reads of an engine's step (see `engines.anchors.DepthStep`)."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def draft(self) -> Tensor: ...
+    @property
+    def truth(self) -> Tensor: ...
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def state(self) -> State: ...
+
+
+@dataclass
+class _Depth:
+    """Values of one depth; lists hold one entry per block of rows."""
+
+    masses: list[Tensor] = field(default_factory=list)  # [B, h, rows, 6]
+    recent: list[Tensor] = field(default_factory=list)  # [B, h, rows]
+    entropy: list[Tensor] = field(default_factory=list)  # [B, h, rows]
+    per_row: dict[str, Tensor] = field(default_factory=dict)  # [B, T]
+
+
+class Recorder:
+    """Records one unroll over ``anchors`` [T] of B texts.
+
+    Parameters
+    ----------
+    sink: bool [B, P] positions of the sink set. prompt_lens: [B].
+    recent: how many last keys count as recent.
+    target_probabilities: [B, S, Vd] the target's probabilities of the draft ids after each
+        position, for the total variation; None leaves it out.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        anchors: Tensor,
+        sink: Tensor,
+        prompt_lens: Tensor,
+        recent: int,
+        target_probabilities: Tensor | None = None,
+    ) -> None:
+        self.drafter, self.anchors = drafter, anchors
+        self.sink, self.prompt_lens, self.window = sink, prompt_lens, recent
+        self.target_probabilities = target_probabilities
+        self._depths: dict[int, _Depth] = defaultdict(_Depth)
+        self._fused: list[dict[str, Tensor]] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[Recorder]:
+        """Attach to the drafter for the length of the context."""
+        with ExitStack() as stack:
+            stack.enter_context(attach(self.drafter, "attn.pattern", self._pattern))
+            for column, site in RMS_SITES.items():
+                stack.enter_context(attach(self.drafter, site, self._rms(column)))
+            if self.drafter.config.boundaries:
+                globs = ["fuse.in.*", "fuse.normed.*", "fuse.out"]
+                self._chunks: dict[str, Tensor] = {}
+                stack.enter_context(attach(self.drafter, globs, self._fuse))
+            yield self
+
+    def _wanted(self, moment: Moment) -> Tensor:
+        """Rows of this call that belong to a recorded anchor."""
+        return torch.isin(moment.anchors, self.anchors).nonzero()[:, 0]
+
+    def _pattern(self, pattern: Tensor, moment: Moment) -> None:
+        rows = self._wanted(moment)
+        anchors = moment.anchors[rows]
+        pattern = pattern[:, :, rows].float()
+        kept = self._depths[moment.depth]
+        d = moment.depth
+        kept.masses.append(measures.region_masses(pattern, anchors, d, self.sink, self.prompt_lens))
+        kept.recent.append(measures.recent_mass(pattern, anchors, d, self.window))
+        kept.entropy.append(measures.entropy(pattern))
+
+    def _rms(self, column: str) -> HookFn:
+        def record(value: Tensor, moment: Moment) -> None:
+            rows = self._wanted(moment)
+            self._depths[moment.depth].per_row[column] = measures.rms(value[:, rows])
+
+        return record
+
+    def _fuse(self, value: Tensor, moment: Moment) -> None:
+        self._chunks[moment.site] = value
+        if moment.site != "fuse.out":
+            return
+        whole = value[:, self.anchors]
+        layers = range(len(self.drafter.config.boundaries))
+        normed = [self._chunks[f"fuse.normed.{i}"][:, self.anchors] for i in layers]
+        parts = measures.fused_parts(normed, self.drafter.fc.weight)
+        for i in layers:
+            raw = self._chunks[f"fuse.in.{i}"][:, self.anchors]
+            self._fused.append(
+                {
+                    "rms_in": measures.rms(raw),
+                    "l2_in": measures.l2(raw),
+                    "rms_normed": measures.rms(normed[i]),
+                    "rms_part": measures.rms(parts[i]),
+                    "share": measures.share(parts[i], whole),
+                    "cosine": measures.cosine(parts[i], whole),
+                }
+            )
+        self._chunks.clear()
+
+    def add(self, step: Step) -> None:
+        """Take one engine step; call once per depth, inside the context."""
+        state, kept = step.state, self._depths[step.depth].per_row
+        for name, value in (("state_pre", state.pre), ("state_post", state.post)):
+            kept[f"rms_{name}"], kept[f"l2_{name}"] = measures.rms(value), measures.l2(value)
+        source = "state_post" if state.feedback is state.post else "state_pre"
+        kept["rms_feedback"] = kept[f"rms_{source}"]
+        kept["l2_feedback"] = kept[f"l2_{source}"]
+        back = self.drafter.target_to_draft
+        inside, log_q, rank = measures.truth_scores(step.logits, step.truth, back)
+        kept |= {"in_vocab": inside, "logprob": log_q, "rank": rank}
+        kept |= {"draft": step.draft, "truth": step.truth}
+        if self.target_probabilities is not None:
+            at = (self.anchors + step.depth).clamp(max=self.target_probabilities.shape[1] - 1)
+            kept["tv"] = measures.total_variation(step.logits, self.target_probabilities[:, at])
+
+    def tables(self, text: int, rows: Tensor, *, mode: str) -> dict[str, Columns]:
+        """Tables of text ``text`` over the recorded rows ``rows`` (indices into anchors).
+
+        Every row's truth must exist at every depth, so that depths compare the same anchors.
+
+        Raises
+        ------
+        NumericsError: a value is NaN or infinite; site, depth and anchor are named.
+        """
+        heads, steps = [], []
+        anchors = self.anchors[rows]
+        accepted = torch.ones(len(rows), dtype=torch.bool)
+        for d, kept in sorted(self._depths.items()):
+            masses = torch.cat(kept.masses, dim=2)[text][:, rows]  # [h, rows, 6]
+            recent = torch.cat(kept.recent, dim=2)[text][:, rows]
+            entropy = torch.cat(kept.entropy, dim=2)[text][:, rows]
+            rate = (masses[..., 0] > measures.SINK_THRESHOLD).float()
+            row = {name: value[text, rows] for name, value in kept.per_row.items()}
+            row["correct"] = row["draft"] == row["truth"]
+            accepted = accepted & row["correct"]
+            if mode == "free":
+                row["accepted"] = accepted
+            attention = dict(zip(REGIONS, masses.unbind(-1), strict=True))
+            attention |= {"recent": recent, "entropy": entropy, "sink_rate": rate}
+            row |= {name: value.mean(dim=0) for name, value in attention.items()}
+            _check_finite(row, d, anchors)
+            row["depth"] = torch.full((len(rows),), d)
+            row["anchor"] = anchors
+            steps.append({name: value.cpu().numpy() for name, value in row.items()})
+            head = {name: value.mean(dim=1).cpu().numpy() for name, value in attention.items()}
+            n_heads = masses.shape[0]
+            head["head"] = np.arange(n_heads)
+            head["depth"] = np.full(n_heads, d)
+            head["n"] = np.full(n_heads, len(rows))
+            heads.append(head)
+        found = {"steps": _stack(steps), "heads": _stack(heads)}
+        if self._fused:
+            found["fused"] = self._fused_rows(text, rows)
+        return found
+
+    def _fused_rows(self, text: int, rows: Tensor) -> Columns:
+        means = [
+            {name: np.float32(value[text, rows].mean().item()) for name, value in layer.items()}
+            for layer in self._fused
+        ]
+        columns = {name: np.array([m[name] for m in means]) for name in means[0]}
+        columns["layer"] = np.arange(len(means))
+        columns["boundary"] = np.array(self.drafter.config.boundaries)
+        columns["n"] = np.full(len(means), len(rows))
+        return columns
+
+
+def _stack(parts: list[Columns]) -> Columns:
+    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+
+# Absent by design where the truth is not in the draft vocabulary.
+_MAY_BE_NAN = ("logprob",)
+
+
+def _check_finite(row: dict[str, Tensor], depth: int, anchors: Tensor) -> None:
+    for name, value in row.items():
+        if name in _MAY_BE_NAN or not value.is_floating_point():
+            continue
+        bad = ~torch.isfinite(value)
+        if bad.any():
+            at = int(bad.nonzero()[0, 0])
+            raise NumericsError(
+                f"{name} is not finite at depth {depth}, anchor {int(anchors[at])}",
+                got=float(value[at]),
+                remedy="The cell is stopped; check the checkpoint and its dtype.",
+            )
+
+
+def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor) -> Tensor:
+    """Mean mass that each position receives at depth 1, over heads and the queries that see it.
+
+    tokens [B, S], aux [B, S, A*Ht] -> [B, S - 1]; padded queries do not count.
+    """
+    batch, size = tokens.shape
+    total = torch.zeros(batch, size - 1)
+
+    def collect(pattern: Tensor, moment: Moment) -> None:
+        real = moment.anchors[None] < lengths[:, None] - 1  # [B, rows]
+        mass = (pattern.float().mean(dim=1) * real[..., None]).sum(dim=1)
+        total[:, : mass.shape[1]] += mass.cpu()
+
+    memory = drafter.new_memory()
+    with torch.inference_mode(), attach(drafter, "attn.pattern", collect):
+        drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
+    queries = (lengths[:, None] - 1 - torch.arange(size - 1)[None]).clamp(min=0)
+    return total / queries.clamp(min=1)

@@ -1,0 +1,103 @@
+"""All anchors of a text at once.
+
+Nothing that is computed from drafted tokens outlives verification, so the chain of anchor t
+is a pure function of tokens 0..t+1 and captured states 0..t. A whole text's chains therefore
+run in one pass per depth, exactly as stepping through them one by one would give.
+
+    anchor t, depth d:   reads token t+d,   guesses token t+1+d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlab.errors import ContractError, DataError
+from driftlab.models.drafter import Drafter, State
+
+Mode = Literal["free", "forced"]
+
+
+@dataclass(frozen=True)
+class DepthStep:
+    """One depth of every selected anchor. ``truth`` is -1 where the text has ended.
+
+    anchors [T]; tokens (read), draft (guessed, target ids), truth: [B, T]; logits [B, T, Vd].
+    """
+
+    depth: int
+    anchors: Tensor
+    tokens: Tensor
+    draft: Tensor
+    truth: Tensor
+    logits: Tensor
+    state: State
+
+
+def unroll(
+    drafter: Drafter,
+    tokens: Tensor,
+    aux: Tensor,
+    *,
+    depth: int,
+    mode: Mode,
+    lengths: Tensor | None = None,
+    anchors: Tensor | None = None,
+) -> Iterator[DepthStep]:
+    """Step every anchor of B right-padded texts through depths 1..``depth``.
+
+    Parameters
+    ----------
+    tokens: [B, S] target ids. aux: [B, S, A*Ht] captured states of the same positions.
+    mode: ``free`` feeds each chain its own drafts, ``forced`` the text's tokens. Both feed
+        back the chain's own states.
+    lengths: [B] true lengths; None when no text is padded.
+    anchors: ascending anchors in 0..S-2 to draft from; None takes all. Depth 1 computes
+        the whole prefix either way, since every anchor reads it.
+
+    Raises
+    ------
+    DataError: a text of fewer than two tokens. ContractError: aux of another length.
+    """
+    batch, size = tokens.shape
+    if size < 2:
+        raise DataError(
+            "a chain needs one position with captured states and one known token after it",
+            got=f"a text of {size} token(s)",
+            remedy="Give longer texts.",
+        )
+    if aux.shape[:2] != tokens.shape:
+        raise ContractError(
+            "captured states and tokens differ in shape",
+            got=f"{tuple(aux.shape[:2])} and {tuple(tokens.shape)}",
+        )
+    device = tokens.device
+    if lengths is None:
+        lengths = torch.full((batch,), size, device=device)
+    if anchors is None:
+        anchors = torch.arange(size - 1, device=device)
+    memory = drafter.new_memory()
+    state = drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
+    if len(anchors) < size - 1:
+        memory.select(anchors)
+        state = State(1, state.pre[:, anchors], state.post[:, anchors], state.feedback[:, anchors])
+    read = draft = tokens[:, anchors + 1]
+    for d in range(1, depth + 1):
+        if d > 1:
+            read = draft if mode == "free" else _at(tokens, anchors + d, lengths, fill=0)
+            state = drafter.step(read, state.feedback, memory, depth=d)
+        logits = drafter.logits(state)
+        draft = drafter.to_target(logits.argmax(dim=-1))
+        truth = _at(tokens, anchors + 1 + d, lengths, fill=-1)
+        yield DepthStep(d, anchors, read, draft, truth, logits, state)
+
+
+def _at(tokens: Tensor, positions: Tensor, lengths: Tensor, *, fill: int) -> Tensor:
+    """tokens [B, S] at ``positions`` [T]; ``fill`` where a text has ended. -> [B, T]"""
+    inside = positions[None] < lengths[:, None]
+    found = tokens[:, positions.clamp(max=tokens.shape[1] - 1)]
+    return torch.where(inside, found, torch.full_like(found, fill))

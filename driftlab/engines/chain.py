@@ -1,0 +1,190 @@
+"""One speculation round at a time, verified by the target: what a serving engine does.
+
+A round at anchor t drafts tokens for t+2 .. t+1+depth from the newest token t+1; one target
+forward over the newest token and the drafts verifies them. Drafted keys, in the drafter and
+in the target, are thrown away; accepted positions get the target's true states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from driftlab.errors import ContractError
+from driftlab.models.drafter import Drafter, Memory
+from driftlab.models.target import Target
+
+Draft = Literal["greedy", "sampled"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """``anchor`` t, the drafted target ids, how many were accepted, and the token after them."""
+
+    anchor: int
+    drafted: tuple[int, ...]
+    accepted: int
+    bonus: int
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A continuation made by speculation. ``rule`` says how drafts were accepted."""
+
+    tokens: tuple[int, ...]
+    prompt_len: int
+    rounds: tuple[Round, ...]
+    rule: str
+
+    @property
+    def continuation(self) -> tuple[int, ...]:
+        return self.tokens[self.prompt_len :]
+
+
+def speculate(
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    *,
+    depth: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    draft: Draft = "greedy",
+    seed: int = 0,
+) -> Speculation:
+    """Continue ``prompt`` with drafts of ``depth`` tokens.
+
+    At temperature 0 the result is the target's own greedy text. Above it, a greedy draft is
+    accepted with the target's probability of it, and a sampled one by the rule of
+    Leviathan et al. 2023 (arXiv 2211.17192); in both cases the text follows the target's
+    distribution exactly.
+    """
+    if draft == "sampled" and temperature == 0:
+        raise ContractError("a sampled draft needs a temperature above 0")
+    check_pair(target, drafter)
+    rng = torch.Generator().manual_seed(seed)
+    session = target.session(prompt, drafter.config.boundaries)
+    tokens, aux = list(prompt), session.aux
+    rounds: list[Round] = []
+    tokens.append(_choose(session.logits[0, -1], temperature, rng))
+    memory = drafter.new_memory()
+    limit = len(prompt) + max_new_tokens
+    with torch.inference_mode():
+        while len(tokens) < limit and tokens[-1] not in target.eos_ids:
+            anchor = len(tokens) - 2
+            drafted, q = _draft(drafter, memory, tokens, aux, depth, draft, temperature, rng)
+            block = session.extend([tokens[-1], *drafted])
+            if block.logits is None:
+                raise ContractError("verification needs the target's logits")
+            accepted, bonus = verify(block.logits[0], drafted, q, temperature, rng)
+            session.rewind(len(tokens) + accepted)
+            aux = block.aux[:, : accepted + 1]
+            rounds.append(Round(anchor, tuple(drafted), accepted, bonus))
+            tokens += [*drafted[:accepted], bonus]
+    kept = tokens[:limit]
+    for i, token in enumerate(kept[len(prompt) :], start=len(prompt)):
+        if token in target.eos_ids:
+            kept = kept[: i + 1]
+            break
+    rule = "greedy match" if temperature == 0 else f"{draft} draft, temperature {temperature}"
+    return Speculation(tuple(kept), len(prompt), tuple(rounds), rule)
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Raise ContractError when the drafter was not made for this target's widths and ids."""
+    config = drafter.config
+    if config.target_hidden_size != target.hidden_size:
+        raise ContractError(
+            f"{target.name} has states of width {target.hidden_size}",
+            got=f"a drafter for width {config.target_hidden_size}",
+            remedy="Use the target that the drafter was trained for.",
+        )
+    if config.vocab_size > target.vocab_size:
+        raise ContractError(
+            f"{target.name} has {target.vocab_size} token ids",
+            got=f"a drafter for {config.vocab_size}",
+            remedy="Use the target that the drafter was trained for.",
+        )
+    target.check_boundaries(config.boundaries)
+
+
+def _draft(
+    drafter: Drafter,
+    memory: Memory,
+    tokens: list[int],
+    aux: Tensor,
+    depth: int,
+    draft: Draft,
+    temperature: float,
+    rng: torch.Generator,
+) -> tuple[list[int], Tensor | None]:
+    """Extend the prefix by the rows of ``aux`` and draft from the last. q: [depth, Vd]."""
+    first = memory.length
+    rows = torch.tensor([tokens[first + 1 : first + 1 + aux.shape[1]]], device=aux.device)
+    state = drafter.step(rows, drafter.fuse(aux), memory, depth=1)
+    memory.select(memory.anchors[-1:])
+    drafted: list[int] = []
+    chances = []
+    for d in range(1, depth + 1):
+        if d > 1:
+            newest = torch.tensor([[drafted[-1]]], device=aux.device)
+            state = drafter.step(newest, state.feedback[:, -1:], memory, depth=d)
+        logits = drafter.logits(state)[0, -1]
+        if draft == "greedy":
+            choice = logits.argmax()
+        else:
+            q = (logits.float() / temperature).softmax(-1)
+            chances.append(q)
+            choice = torch.multinomial(q, 1, generator=rng)[0]
+        drafted.append(int(drafter.to_target(choice)))
+    if not chances:
+        return drafted, None
+    wide = torch.zeros(depth, drafter.config.vocab_size, device=aux.device)
+    wide[:, drafter.draft_to_target] = torch.stack(chances)
+    return drafted, wide
+
+
+def verify(
+    logits: Tensor,
+    drafted: list[int],
+    q: Tensor | None,
+    temperature: float,
+    rng: torch.Generator,
+) -> tuple[int, int]:
+    """How many drafts are accepted, and the token that follows them.
+
+    Parameters
+    ----------
+    logits: [K+1, V] target logits; row i judges draft i, row K gives the bonus token.
+    q: [K, V] the distributions that the drafts were sampled from; None for greedy drafts,
+        whose distribution is a point, so that acceptance has the target's probability.
+    """
+    if temperature == 0:
+        best = logits.argmax(dim=-1).tolist()
+        accepted = 0
+        while accepted < len(drafted) and drafted[accepted] == best[accepted]:
+            accepted += 1
+        return accepted, best[accepted]
+    p = (logits.float() / temperature).softmax(dim=-1)
+    for i, token in enumerate(drafted):
+        # Ratio of the target's to the draft's probability; a point mass has q = 1.
+        ratio = p[i, token] if q is None else p[i, token] / q[i, token]
+        if torch.rand((), generator=rng) < ratio:
+            continue
+        left = p[i].clone()
+        if q is None:
+            left[token] = 0
+        else:
+            # Ids past the draft's vocabulary (padding rows) keep all of their mass.
+            left[: q.shape[1]] = (left[: q.shape[1]] - q[i]).clamp(min=0)
+        return i, int(torch.multinomial(left, 1, generator=rng))
+    return len(drafted), int(torch.multinomial(p[-1], 1, generator=rng))
+
+
+def _choose(logits: Tensor, temperature: float, rng: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=rng))

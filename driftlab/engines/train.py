@@ -1,0 +1,320 @@
+"""Training-time test: the drafter is unrolled over K depths and learns on its own states.
+
+The forward is ``engines.anchors.unroll`` in forced mode, the same code that probes and, row
+by row, drafts; so what is trained is what is run. At step k of anchor t the loss is
+``-sum_v p(v) log q(v)`` over the draft vocabulary, where p is the target's distribution of
+token t+1+d (d = k+1), restricted to the draft vocabulary and renormalised, and steps are
+weighted ``decay**k``. Gradients flow through the fed-back states and the chain's keys.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from driftlab.config import DrafterConfig, TrainSpec
+from driftlab.engines.anchors import unroll
+from driftlab.errors import CheckpointError, DataError, NumericsError
+from driftlab.models.drafter import Drafter
+
+
+class Teacher(Protocol):
+    """What training needs of a target: head [V, Ht], embedding [V, Ht], final norm [Ht]."""
+
+    @property
+    def head_weight(self) -> Tensor: ...
+    @property
+    def embedding_weight(self) -> Tensor: ...
+    @property
+    def final_norm_weight(self) -> Tensor | None: ...
+    def head(self, last: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded texts. tokens [B, S], lengths and prompt_lens [B], aux [B, S, A*Ht],
+    last [B, S, Ht]: the target's state after its final norm."""
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lens: Tensor
+    aux: Tensor
+    last: Tensor
+
+
+class Corpus(Protocol):
+    """A source of training batches, the same for the same seed and epoch."""
+
+    def batches(self, batch: int, *, seed: int, epoch: int, max_length: int) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run did. ``losses`` holds the weighted loss of every step."""
+
+    losses: tuple[float, ...]
+    tokens: int
+    seconds: float
+    skipped: int  # batches without a single supervised position
+    precision: str  # dtype in use, and why
+
+
+def choose_vocabulary(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
+    """The ``size`` most frequent ids of ``texts``, ascending [size].
+
+    Ties and ids that never occur are taken in ascending order, so the choice is the same on
+    every machine and always has ``size`` entries.
+    """
+    if not 0 < size <= vocab_size:
+        raise DataError(
+            f"the draft vocabulary must have 1 to {vocab_size} ids",
+            got=size,
+            remedy="Set drafter.draft_vocab_size in that range.",
+        )
+    counts = Counter(token for text in texts for token in text)
+    order = sorted(range(vocab_size), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(order[:size]))
+
+
+def initialise(
+    config: DrafterConfig,
+    teacher: Teacher,
+    draft_to_target: Tensor | None,
+    *,
+    seed: int,
+    head_init: float,
+) -> Drafter:
+    """A fresh drafter: embeddings frozen from the target, norms 1, matrices N(0, 1/in).
+
+    The head starts as ``head_init`` x the target's rows x its final norm's gains, where the
+    widths allow it; 0 starts it at random.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    drafter = Drafter(config, draft_to_target)
+    with torch.no_grad():
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, module.in_features**-0.5, generator=rng)
+                if module.bias is not None:
+                    module.bias.zero_()
+        same_width = config.hidden_size == config.target_hidden_size
+        if same_width:
+            drafter.embed_tokens.weight.copy_(teacher.embedding_weight[: config.vocab_size])
+        else:
+            drafter.embed_tokens.weight.normal_(0.0, 0.02, generator=rng)
+        if head_init > 0 and same_width:
+            rows = teacher.head_weight[drafter.draft_to_target].float()
+            gains = teacher.final_norm_weight
+            drafter.lm_head.weight.copy_(head_init * (rows if gains is None else rows * gains))
+    drafter.embed_tokens.weight.requires_grad_(not same_width)
+    return drafter
+
+
+def soft_targets(teacher: Teacher, last: Tensor, draft_to_target: Tensor) -> Tensor:
+    """The target's distribution over the draft vocabulary, [B, S, Ht] -> [B, S, Vd]."""
+    with torch.no_grad():
+        if len(draft_to_target) == teacher.head_weight.shape[0]:
+            logits = teacher.head(last)
+        else:
+            rows = teacher.head_weight[draft_to_target]
+            logits = nn.functional.linear(last.to(rows.dtype), rows)
+        return logits.float().softmax(dim=-1)
+
+
+def ttt_loss(
+    drafter: Drafter, batch: Batch, targets: Tensor, spec: TrainSpec
+) -> tuple[Tensor, int]:
+    """Weighted loss of one batch, and how many (anchor, step) positions it is a mean over.
+
+    A position counts when its token stands in the response and in the draft vocabulary;
+    each step's loss is the mean over its own positions.
+    """
+    tokens = batch.tokens
+    first = max(0, int(batch.prompt_lens.min()) - 2)  # the first response token's anchor
+    anchors = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)
+    total = torch.zeros((), device=tokens.device)
+    counted = 0
+    steps = unroll(
+        drafter,
+        tokens,
+        batch.aux,
+        depth=spec.ttt,
+        mode="forced",
+        lengths=batch.lengths,
+        anchors=anchors,
+    )
+    for k, step in enumerate(steps):
+        position = anchors + 1 + step.depth
+        reachable = drafter.target_to_draft[step.truth.clamp(min=0)] >= 0
+        keep = (step.truth >= 0) & reachable & (position[None] >= batch.prompt_lens[:, None])
+        count = int(keep.sum())
+        if not count:
+            continue
+        # Position p's distribution stands at the state of position p - 1.
+        wanted = targets[:, (position - 1).clamp(max=tokens.shape[1] - 1)]
+        log_q = step.logits[keep].float().log_softmax(dim=-1)
+        total = total + spec.decay**k * -(wanted[keep] * log_q).sum(-1).mean()
+        counted += count
+    return total, counted
+
+
+def train(
+    drafter: Drafter,
+    corpus: Corpus,
+    teacher: Teacher,
+    spec: TrainSpec,
+    *,
+    seed: int,
+    checkpoint: Path | None = None,
+    progress: str = "",
+) -> TrainResult:
+    """Train ``drafter`` in place for ``spec.steps`` steps.
+
+    AdamW (betas .9, .95), cosine schedule after a linear warm-up, gradients clipped to
+    ``spec.clip``. With ``checkpoint`` the state is saved there every
+    ``spec.checkpoint_every`` steps, and a later call with the same arguments goes on from
+    it to the same weights that an undisturbed run gives.
+
+    Raises
+    ------
+    NumericsError: the loss is not finite. DataError: no position is ever supervised.
+    CheckpointError: ``checkpoint`` belongs to another training.
+    """
+    started = time.monotonic()
+    device = drafter.fc.weight.device if drafter.config.boundaries else drafter.norm.weight.device
+    amp, precision = _precision(spec, device)
+    weights = [p for p in drafter.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(
+        weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: _cosine(s, spec))
+    identity = f"{drafter.config.model_dump_json()} {spec.model_dump_json()} seed {seed}"
+    losses: list[float] = []
+    tokens = skipped = 0
+    if checkpoint is not None and checkpoint.exists():
+        saved = _load(checkpoint, identity)
+        drafter.load_state_dict(saved["drafter"])
+        optimiser.load_state_dict(saved["optimiser"])
+        schedule.load_state_dict(saved["schedule"])
+        losses, tokens, skipped = list(saved["losses"]), saved["tokens"], saved["skipped"]
+    drafter.train()
+    bar = tqdm(
+        total=spec.steps, initial=len(losses), desc=progress, disable=None if progress else True
+    )
+    with bar:
+        for batch in _stream(corpus, spec, seed, skip=len(losses)):
+            targets = soft_targets(teacher, batch.last, drafter.draft_to_target)
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                loss, counted = ttt_loss(drafter, batch, targets, spec)
+            if counted:
+                if not torch.isfinite(loss):
+                    raise NumericsError(
+                        f"the training loss is not finite at step {len(losses)}",
+                        got=float(loss),
+                        remedy="Lower train.lr, or look for non-finite captured states.",
+                    )
+                optimiser.zero_grad(set_to_none=True)
+                loss.backward()
+                nn.utils.clip_grad_norm_(weights, spec.clip)
+                optimiser.step()
+            else:
+                skipped += 1
+            schedule.step()
+            losses.append(float(loss.detach()))
+            tokens += int(batch.lengths.sum())
+            bar.update()
+            done = len(losses) == spec.steps
+            if checkpoint is not None and (done or len(losses) % spec.checkpoint_every == 0):
+                _save(
+                    checkpoint,
+                    {
+                        "identity": identity,
+                        "drafter": drafter.state_dict(),
+                        "optimiser": optimiser.state_dict(),
+                        "schedule": schedule.state_dict(),
+                        "losses": losses,
+                        "tokens": tokens,
+                        "skipped": skipped,
+                    },
+                )
+            if done:
+                break
+    if skipped == spec.steps:
+        raise DataError(
+            "no position was supervised in any batch",
+            remedy="The texts need responses whose tokens are in the draft vocabulary.",
+        )
+    drafter.eval()
+    return TrainResult(tuple(losses), tokens, time.monotonic() - started, skipped, precision)
+
+
+def _stream(corpus: Corpus, spec: TrainSpec, seed: int, *, skip: int) -> Iterator[Batch]:
+    epoch = 0
+    while True:
+        empty = True
+        for batch in corpus.batches(spec.batch, seed=seed, epoch=epoch, max_length=spec.max_length):
+            empty = False
+            if skip:
+                skip -= 1
+                continue
+            yield batch
+        if empty:
+            raise DataError("the training corpus has no batches", remedy="Give longer texts.")
+        epoch += 1
+
+
+def _cosine(step: int, spec: TrainSpec) -> float:
+    warm = max(1, round(spec.warmup * spec.steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, spec.steps - warm)))
+
+
+def _precision(spec: TrainSpec, device: torch.device) -> tuple[bool, str]:
+    """Whether to autocast to bfloat16, and the reason for the record."""
+    if spec.autocast == "off":
+        return False, "float32 (train.autocast = off)"
+    if spec.autocast == "bfloat16":
+        return True, "bfloat16 autocast (train.autocast = bfloat16)"
+    if device.type != "cpu":
+        return True, f"bfloat16 autocast (auto: {device.type})"
+    capability = torch.backends.cpu.get_cpu_capability()
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return has, f"{'bfloat16 autocast' if has else 'float32'} (auto: CPU is {capability})"
+
+
+def _save(path: Path, state: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _load(path: Path, identity: str) -> dict:
+    try:
+        saved = torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(
+            f"training checkpoint {path} cannot be read",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Delete the file; the training then starts again.",
+        ) from None
+    if saved.get("identity") != identity:
+        raise CheckpointError(
+            f"training checkpoint {path} belongs to another training",
+            remedy="Use another output folder, or delete the file.",
+        )
+    return saved
