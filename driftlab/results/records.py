@@ -441,7 +441,11 @@ def _write_parquet(path: Path, name: str, parts: Iterable[pa.Table]) -> int:
     schema, rows, held = SCHEMAS[name], 0, 0
     waiting: list[pa.Table] = []
     with atomic_file(path) as handle:
-        writer = pq.ParquetWriter(handle, schema, compression="zstd", version="2.6")
+        # Measurements repeat too seldom for a dictionary to pay.
+        words = [f.name for f in schema if not pa.types.is_floating(f.type)]
+        writer = pq.ParquetWriter(
+            handle, schema, compression="zstd", version="2.6", use_dictionary=words
+        )
 
         def flush() -> None:
             writer.write_table(pa.concat_tables(waiting).combine_chunks(), row_group_size=1 << 26)

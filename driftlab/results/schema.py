@@ -185,6 +185,7 @@ SCHEMAS["depths"] = _schema(
         _field("n_opportunities", _I4, "anchors", "drafts 1..depth-1 all accepted", null=True),
         _field("n_accepted", _I4, "anchors", "drafts 1..depth all accepted", null=True),
         _field("n_in_vocab", _I4, "anchors", "truth is in the draft vocabulary"),
+        _field("uniform", _F8, "probability", "1 / (anchor + depth): an even share of one key"),
         _field("logprob", _F8, "nats", "mean over anchors with truth in vocabulary", null=True),
         _field("tv", _F8, "1", "mean total variation to the target", null=True),
         *_attention(_F8),

@@ -158,8 +158,9 @@ def _column(field: pa.Field, columns: Mapping[str, Any], n: int, where: str) -> 
             got=str(error).splitlines()[0],
             remedy="Give values of that type and range.",
         ) from None
-    if pa.types.is_floating(field.type):
-        bad = pc.sum(pc.invert(pc.is_finite(array))).as_py()  # nulls do not count
+    if pa.types.is_floating(field.type) and array.null_count < n:
+        filled = array.fill_null(0) if array.null_count else array
+        bad = n - int(np.isfinite(filled.to_numpy()).sum())
         if bad:
             raise NumericsError(
                 f"{where} holds NaN or infinity",
@@ -251,70 +252,64 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
     whose chain reaches the deepest depth of its (cell, prompt, text, mode) makes every depth
     speak of the same anchors.
     """
-    if not steps.num_rows:
-        return SCHEMAS["depths"].empty_table()
     parts = []
-    groups = steps.select(["cell", "prompt", "text", "mode"]).group_by(
-        ["cell", "prompt", "text", "mode"], use_threads=False
-    )
-    for key in groups.aggregate([]).to_pylist():
-        mask = pc.and_(pc.equal(steps["text"], key["text"]), pc.equal(steps["mode"], key["mode"]))
-        mask = pc.and_(mask, pc.equal(steps["prompt"], key["prompt"]))
-        part = steps.filter(mask)
-        depth = part["depth"].to_numpy()
-        anchor = part["anchor"].to_numpy()
-        kept = np.isin(anchor, anchor[depth == depth.max()])
-        parts.append(_reduce_group(part.filter(pa.array(kept)), key, where))
-    return pa.concat_tables(parts)
+    group = steps.group_by(["cell", "prompt", "text", "mode"], use_threads=False).aggregate([])
+    depth, anchor = steps["depth"].to_numpy(), steps["anchor"].to_numpy()
+    for key in group.to_pylist():
+        mask = np.ones(steps.num_rows, dtype=bool)
+        for name in ("prompt", "text", "mode"):  # a shard holds one cell
+            mask &= pc.equal(steps[name], key[name]).to_numpy()
+        rows = np.flatnonzero(mask)
+        rows = rows[np.isin(anchor[rows], anchor[rows][depth[rows] == depth[rows].max()])]
+        rows = rows[np.argsort(depth[rows], kind="stable")]
+        parts.append(make_table("depths", {**key, **_means(steps, rows, where)}, where))
+    return pa.concat_tables(parts) if parts else SCHEMAS["depths"].empty_table()
 
 
-def _reduce_group(part: pa.Table, key: Mapping[str, str], where: str) -> pa.Table:
+def _means(steps: pa.Table, rows: np.ndarray, where: str) -> dict[str, Any]:
+    """Columns of ``depths`` from ``rows`` of ``steps``, which are in order of depth."""
+    depths, starts = np.unique(steps["depth"].to_numpy()[rows], return_index=True)
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, starts)
+
+    def values(name: str) -> tuple[np.ndarray, np.ndarray]:
+        column = steps[name]
+        there = column.is_valid().to_numpy()[rows]
+        return column.fill_null(pa.scalar(0).cast(column.type)).to_numpy()[rows].astype(
+            np.float64
+        ), there
+
+    n = np.diff(np.append(starts, len(rows)))
+    out: dict[str, Any] = {"depth": depths, "n": n}
+    keys = (steps["anchor"].to_numpy()[rows] + steps["depth"].to_numpy()[rows]).astype(np.float64)
+    out["uniform"] = total(1 / np.maximum(keys, 1)) / n
+    for name in (*ATTENTION, *NORMS):
+        out[name] = total(steps[name].to_numpy()[rows].astype(np.float64)) / n
     for name in LOGGED:
-        values = part[name].to_numpy().astype(np.float64)
+        rms = steps[name].to_numpy()[rows].astype(np.float64)
         # A state that an intervention has set to zero has no logarithm.
-        part = part.append_column(
-            f"log_{name}", pa.array(np.log(np.where(values > 0, values, 1)), mask=values <= 0)
-        )
-    logs = [f"log_{name}" for name in LOGGED]
-    means = ["logprob", "tv", *ATTENTION, *NORMS]
-    out = (
-        part.group_by("depth", use_threads=False)
-        .aggregate(
-            [
-                ("anchor", "count"),
-                ("correct", "sum"),
-                ("accepted", "sum"),
-                ("in_vocab", "sum"),
-                ("temperature", "min"),
-                *((name, "mean") for name in means),
-                *((name, "mean", pc.ScalarAggregateOptions(skip_nulls=False)) for name in logs),
-            ]
-        )
-        .sort_by("depth")
-    )
-    depth = out["depth"].to_numpy()
-    accepted = out["accepted_sum"].to_pylist()
-    opportunities: list[int | None] = [None] * len(depth)
-    if accepted[0] is not None:
-        if not np.array_equal(depth, np.arange(1, len(depth) + 1)):
+        zeros = total((rms <= 0).astype(int)) > 0
+        out[f"log_{name}"] = np.ma.array(total(np.log(np.where(rms > 0, rms, 1))) / n, mask=zeros)
+    for name in ("logprob", "tv"):
+        column, there = values(name)
+        count = total(there.astype(int))
+        out[name] = np.ma.array(total(column) / np.maximum(count, 1), mask=count == 0)
+    for name in ("correct", "in_vocab"):
+        out[f"n_{name}"] = total(steps[name].to_numpy()[rows].astype(int))
+    temperature = steps["temperature"].take(pa.array(rows[starts]))
+    out["temperature"] = temperature
+    accepted, there = values("accepted")
+    if there.all():
+        if not np.array_equal(depths, np.arange(1, len(depths) + 1)):
             raise DataError(
                 f"free chains of steps ({where}) skip a depth",
-                got=depth.tolist(),
+                got=depths.tolist(),
                 remedy="Acceptance at depth d needs depths 1..d.",
             )
-        opportunities = [out["anchor_count"][0].as_py(), *accepted[:-1]]
-    columns: dict[str, Any] = {
-        **key,
-        "temperature": out["temperature_min"],
-        "depth": out["depth"],
-        "n": out["anchor_count"],
-        "n_correct": out["correct_sum"],
-        "n_opportunities": opportunities,
-        "n_accepted": accepted,
-        "n_in_vocab": out["in_vocab_sum"],
-        **{name: out[f"{name}_mean"] for name in (*means, *logs)},
-    }
-    return make_table("depths", columns, where)
+        out["n_accepted"] = total(accepted).astype(int)
+        out["n_opportunities"] = np.append(n[0], out["n_accepted"][:-1])
+    return out
 
 
 # --- files ------------------------------------------------------------------------------------

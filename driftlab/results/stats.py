@@ -1,0 +1,516 @@
+"""Estimates with intervals. The prompt is the unit; comparisons are paired by prompt and seed.
+
+Every quantity here is a contrast of weighted means over (seed, prompt) pairs, so that one
+bootstrap serves them all: with one seed, prompts are drawn by :func:`scipy.stats.bootstrap`
+(BCa); with several, seeds and prompts are drawn, the draw of prompts shared by all seeds
+because every seed was measured on the same prompts (crossed design, percentile interval).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from driftlab.errors import DataError
+
+LEVEL = 0.95
+RESAMPLES = 2000
+_CHUNK = 1 << 22  # resampled means held at once
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval.
+
+    ``low`` and ``high`` bound the 95% interval over seeds and prompts (over prompts alone when
+    there is one seed). ``n`` counts prompts. ``unit`` is the unit of ``value``; ``x`` marks a
+    ratio. NaN with a ``note`` means n/a.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    unit: str = ""
+    note: str = ""
+    seeds: int = 1
+    by_seed: tuple[float, ...] = ()
+    """The same quantity for each seed alone, in the order of the seeds."""
+    over_prompts: tuple[float, float] = (math.nan, math.nan)
+    """Interval with the seeds held fixed: spread over prompts only."""
+    p: float = math.nan
+    """Two-sided bootstrap p value of "no difference"; NaN where there is no such question."""
+    smallest: float = math.nan
+    """Smallest true effect that this sample detects in four of five runs (5% level, two-sided)."""
+
+    @property
+    def null(self) -> float:
+        """The value that means no difference, for a contrast."""
+        return 1.0 if self.unit == "x" else 0.0
+
+    @property
+    def differs(self) -> bool:
+        """The interval excludes :attr:`null`."""
+        return self.low > self.null or self.high < self.null
+
+    @property
+    def signs(self) -> str:
+        """How many seeds lie on the same side of :attr:`null` as the value."""
+        if not self.by_seed:
+            return "no seeds"
+        side = np.sign(self.value - self.null)
+        same = sum(np.sign(v - self.null) == side for v in self.by_seed)
+        return f"{same} of {len(self.by_seed)} seeds agree in sign"
+
+    @property
+    def short(self) -> str:
+        """Value and interval without n."""
+        if math.isnan(self.value):
+            return "n/a"
+        mark = "x" if self.unit == "x" else ""
+        digits = _digits(self.value, self.low, self.high)
+        value, low, high = (_round(v, digits) for v in (self.value, self.low, self.high))
+        if math.isnan(self.low):
+            return f"{mark}{value} [no interval]"
+        return f"{mark}{value} [{low}, {high}]"
+
+    def __str__(self) -> str:
+        return f"{self.short}, n={self.n}"
+
+
+def _digits(value: float, low: float, high: float) -> int:
+    """Decimals that show two digits of the interval's width or so, at most three."""
+    width = high - low
+    if math.isnan(width) or width <= 0:
+        return 2
+    digits = -math.floor(math.log10(width))
+    return min(max(digits, 1 if abs(value) < 10 else 0), 3)
+
+
+def _round(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}"
+    return text.removeprefix("-") if float(text) == 0 else text
+
+
+def not_available(note: str, unit: str = "") -> Estimate:
+    return Estimate(math.nan, math.nan, math.nan, 0, unit, f"n/a: {note}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measure of one group of cells: a value for every (seed, prompt).
+
+    ``values`` [seeds, prompts], NaN where nothing was measured. ``weights`` of the same shape
+    turn the mean over prompts into a mean pooled over anchors or opportunities.
+    """
+
+    values: np.ndarray
+    weights: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 2:
+            raise DataError("a sample has shape [seeds, prompts]", got=self.values.shape)
+        if self.weights is not None and self.weights.shape != self.values.shape:
+            raise DataError(
+                f"weights must have the shape {self.values.shape} of the values",
+                got=self.weights.shape,
+            )
+
+
+def estimate(
+    samples: Sequence[Sample] | Sample,
+    contrast: Sequence[float] = (1.0,),
+    *,
+    ratio: bool = False,
+    unit: str = "",
+    note: str = "",
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    over_prompts: bool = False,
+) -> Estimate:
+    """``sum_k contrast_k * mean(sample_k)`` with its interval; ``exp`` of it when ``ratio``.
+
+    Only (seed, prompt) pairs present in every sample count, so that differences are paired.
+    A contrast that sums to 0 is a difference and gets a p value and the smallest effect.
+    ``over_prompts`` asks for the interval with the seeds held fixed as well.
+    """
+    samples = [samples] if isinstance(samples, Sample) else list(samples)
+    coefficients = np.asarray(contrast, dtype=float)
+    if len(coefficients) != len(samples):
+        raise DataError(f"{len(samples)} samples need as many coefficients", got=len(coefficients))
+    unit = "x" if ratio else unit
+    weighted, weights = _paired(samples)
+    used = (weights.sum(axis=0) > 0).any(axis=0) if len(weights) else np.zeros(0, bool)
+    weighted, weights = weighted[:, :, used], weights[:, :, used]
+    with_data = (weights.sum(axis=2) > 0).all(axis=0)
+    weighted, weights = weighted[:, with_data], weights[:, with_data]
+    n_seeds, n = weights.shape[1:]
+    if not n or not n_seeds:
+        return not_available("nothing to average", unit)
+
+    def combine(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.tensordot(coefficients, numerator / denominator, axes=1)
+
+    value = float(combine(weighted.sum(axis=(1, 2)), weights.sum(axis=(1, 2))))
+    by_seed = combine(weighted.sum(axis=2), weights.sum(axis=2))
+    # Rounding noise far below any digit shown would otherwise pass for a spread.
+    flat = _is_flat(samples, coefficients, value)
+    prompt_low = prompt_high = math.nan
+    low, high, draws = value, value, np.full(1, value)
+    if over_prompts or n_seeds == 1:
+        prompt_low, prompt_high, draws = _over_prompts(
+            weighted.sum(axis=1), weights.sum(axis=1), coefficients, value, flat, resamples, seed
+        )
+        low, high = prompt_low, prompt_high
+    if n_seeds > 1:
+        low, high, draws = value, value, np.full(1, value)
+        if not flat:
+            drawn, drawn_weights = _draw_both(weighted, weights, resamples, seed)
+            draws = _finite(combine(drawn, drawn_weights))
+            low, high = _percentile(draws) if len(draws) else (math.nan, math.nan)
+    difference = abs(coefficients.sum()) < 1e-12 and len(samples) > 1
+    p, smallest = math.nan, math.nan
+    if difference and len(draws) > 1:
+        tail = min((draws <= 0).sum(), (draws >= 0).sum())
+        p = min(1.0, 2 * (tail + 1) / (len(draws) + 1))
+        smallest = (1.959964 + 0.841621) * float(draws.std(ddof=1))
+    elif difference and flat:
+        p, smallest = (1.0 if value == 0 else math.nan), 0.0
+    notes = [note] if note else []
+    drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
+    notes.append(f"{_count(n, n_seeds)}, drawn: {drawn_units}")
+    if n == 1:
+        notes.append("one prompt has no interval over prompts")
+    shape = math.exp if ratio else float
+    return Estimate(
+        value=shape(value),
+        low=shape(low),
+        high=shape(high),
+        n=n,
+        unit=unit,
+        note="; ".join(notes),
+        seeds=n_seeds,
+        by_seed=tuple(shape(v) for v in by_seed),
+        over_prompts=(shape(prompt_low), shape(prompt_high)),
+        p=p,
+        smallest=shape(smallest),
+    )
+
+
+def bands(
+    values: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weighted means and percentile intervals of many measures at once.
+
+    ``values`` [K, seeds, prompts], NaN where missing. Returns value, low, high, each [K]; NaN
+    where there is no data. One draw of seeds and prompts serves all K.
+    """
+    weighted, weight = _weighted(values, weights)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = weighted.sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
+        low, high = np.full_like(value, np.nan), np.full_like(value, np.nan)
+        step = max(1, _CHUNK // max(1, resamples * values.shape[1]))
+        for start in range(0, len(values), step):
+            part = slice(start, start + step)
+            drawn, drawn_weight = _draw_both(weighted[part], weight[part], resamples, seed)
+            for k, row in enumerate(drawn / drawn_weight, start):
+                row = _finite(row)
+                if len(row) and (weight[k].sum(axis=0) > 0).sum() > 1:
+                    low[k], high[k] = _percentile(row)
+    return value, low, high
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    there = np.isfinite(values)
+    weight = there.astype(float) if weights is None else np.where(there, weights, 0.0)
+    return np.where(there, values, 0.0) * weight, weight
+
+
+def _paired(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    shapes = {s.values.shape for s in samples}
+    if len(shapes) != 1:
+        raise DataError("samples of one comparison differ in shape", got=sorted(shapes))
+    there = np.logical_and.reduce([np.isfinite(s.values) for s in samples])
+    values = np.stack([np.where(there, s.values, np.nan) for s in samples])
+    weights = np.stack(
+        [np.ones_like(s.values) if s.weights is None else s.weights for s in samples]
+    )
+    return _weighted(values, weights)
+
+
+def _is_flat(samples: Sequence[Sample], coefficients: np.ndarray, value: float) -> bool:
+    """Every (seed, prompt) has the same contrast, so that any resample gives ``value``."""
+    with np.errstate(invalid="ignore"):
+        each = np.tensordot(coefficients, np.stack([s.values for s in samples]), axes=1)
+        weightless = all(s.weights is None for s in samples)
+        if not weightless and len(samples) > 1:
+            return all(_is_flat([s], np.ones(1), _mean(s)) for s in samples)
+    each = each[np.isfinite(each)]
+    return bool(each.size) and float(np.ptp(each)) <= 1e-12 * max(1.0, abs(value))
+
+
+def _mean(sample: Sample) -> float:
+    values = sample.values[np.isfinite(sample.values)]
+    return float(values.mean()) if values.size else math.nan
+
+
+def _finite(draws: np.ndarray) -> np.ndarray:
+    return draws[np.isfinite(draws)]  # a draw of prompts without any opportunity has no mean
+
+
+def _percentile(draws: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _over_prompts(
+    weighted: np.ndarray,
+    weights: np.ndarray,
+    coefficients: np.ndarray,
+    value: float,
+    flat: bool,
+    resamples: int,
+    seed: int,
+) -> tuple[float, float, np.ndarray]:
+    """Interval and draws of the contrast when prompts are drawn; inputs [K, prompts]."""
+    k, n = weighted.shape
+    if n < 2:
+        return math.nan, math.nan, np.zeros(0)
+    if flat:
+        return value, value, np.full(1, value)
+
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
+    def statistic(*columns: np.ndarray, axis: int) -> np.ndarray:
+        means = [columns[i].sum(axis=axis) / columns[k + i].sum(axis=axis) for i in range(k)]
+        return np.tensordot(coefficients, np.stack(means), axes=1)
+
+    def run(method: str) -> tuple[float, float, np.ndarray]:
+        # One resample may hold a constant; that warning is about the resample, not the data.
+        with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+            warnings.simplefilter("ignore", DegenerateDataWarning)
+            warnings.simplefilter("ignore", RuntimeWarning)
+            result = bootstrap(
+                (*weighted, *weights),
+                statistic,
+                paired=True,
+                vectorized=True,
+                n_resamples=resamples,
+                confidence_level=LEVEL,
+                method=method,
+                rng=np.random.default_rng(seed),
+            )
+        interval = result.confidence_interval
+        return float(interval.low), float(interval.high), result.bootstrap_distribution
+
+    low, high, draws = run("BCa")
+    draws = _finite(draws)
+    if math.isnan(low) or math.isnan(high):
+        low, high = _percentile(draws) if len(draws) else (math.nan, math.nan)
+    return low, high, draws
+
+
+def _draw_both(
+    weighted: np.ndarray, weights: np.ndarray, resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of [K, seeds, prompts] under random draws of both, each [K, resamples]."""
+    k, n_seeds, n = weighted.shape
+    rng = np.random.default_rng(seed)
+    # How often each prompt and each seed is drawn: a draw with replacement, as counts.
+    prompts = rng.multinomial(n, np.full(n, 1 / n), size=resamples).T.astype(float)
+    seeds = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), size=resamples).T.astype(float)
+
+    def total(x: np.ndarray) -> np.ndarray:
+        return np.einsum(
+            "ksb,sb->kb", (x.reshape(k * n_seeds, n) @ prompts).reshape(k, n_seeds, -1), seeds
+        )
+
+    return total(weighted), total(weights)
+
+
+# --- families of comparisons ------------------------------------------------------------------
+
+
+def holm(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Holm-adjusted p values of one family; estimates without a p value are left out."""
+    known = sorted((e.p, name) for name, e in estimates.items() if not math.isnan(e.p))
+    adjusted, highest = {}, 0.0
+    for i, (p, name) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - i)))
+        adjusted[name] = highest
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Factorial:
+    """Main effects and interactions of fusion norm x feedback on one measure.
+
+    For a measure in logarithms the effects are ratios. ``feedback`` compares post_norm with
+    pre_norm averaged over fusion norms; ``fusion[level]`` compares a level with ``none``
+    averaged over feedback; ``interaction[level]`` is the effect of feedback under that level
+    minus (or divided by) its effect under ``none``. ``levels`` holds the cell means.
+    """
+
+    levels: Mapping[tuple[str, str], Estimate]
+    feedback: Estimate | None
+    feedback_levels: Mapping[str, Estimate]
+    fusion: Mapping[str, Estimate]
+    fusion_levels: Mapping[str, Estimate]
+    interaction: Mapping[str, Estimate]
+
+    def effects(self) -> dict[str, Estimate]:
+        """Every contrast by name."""
+        out = {} if self.feedback is None else {"feedback": self.feedback}
+        out |= {f"fusion_norm {name}": e for name, e in self.fusion.items()}
+        return out | {f"feedback x {name}": e for name, e in self.interaction.items()}
+
+
+def factorial(
+    samples: Mapping[tuple[str, str], Sample],
+    *,
+    ratio: bool = False,
+    unit: str = "",
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    over_prompts: bool = False,
+) -> Factorial:
+    """Effects of ``samples[(fusion_norm, feedback)]``; combinations that are missing drop out.
+
+    A main effect averages over the levels of the other factor at which both sides exist.
+    """
+
+    def contrast(weights: Mapping[tuple[str, str], float]) -> Estimate:
+        return estimate(
+            [samples[key] for key in weights],
+            list(weights.values()),
+            ratio=ratio,
+            unit=unit,
+            resamples=resamples,
+            seed=seed,
+            over_prompts=over_prompts,
+        )
+
+    fusions = list(dict.fromkeys(key[0] for key in samples))
+    both = [f for f in fusions if (f, "pre_norm") in samples and (f, "post_norm") in samples]
+    feedback, feedback_levels = None, {}
+    if both:
+        share = 1 / len(both)
+        feedback_levels = {
+            b: contrast({(f, b): share for f in both}) for b in ("pre_norm", "post_norm")
+        }
+        feedback = contrast(
+            {(f, b): s * share for f in both for b, s in (("post_norm", 1), ("pre_norm", -1))}
+        )
+    fusion, fusion_levels, interaction = {}, {}, {}
+    for level in (f for f in fusions if f != "none"):
+        shared = [b for b in ("pre_norm", "post_norm") if {("none", b), (level, b)} <= set(samples)]
+        if not shared:
+            continue
+        share = 1 / len(shared)
+        fusion[level] = contrast(
+            {(f, b): s * share for b in shared for f, s in ((level, 1), ("none", -1))}
+        )
+        for name in ("none", level):
+            fusion_levels[name] = contrast({(name, b): share for b in shared})
+        if len(shared) == 2:
+            interaction[level] = contrast(
+                {
+                    (level, "post_norm"): 1,
+                    (level, "pre_norm"): -1,
+                    ("none", "post_norm"): -1,
+                    ("none", "pre_norm"): 1,
+                }
+            )
+    levels = {key: contrast({key: 1.0}) for key in samples}
+    return Factorial(levels, feedback, feedback_levels, fusion, fusion_levels, interaction)
+
+
+def power_note(effect: Estimate) -> str:
+    """What this sample could have seen, in words."""
+    if math.isnan(effect.smallest):
+        return "the smallest effect that could be seen is unknown"
+    size = f"x{effect.smallest:.2f}" if effect.unit == "x" else f"{effect.smallest:.3f}"
+    return f"{_count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
+
+
+def _count(prompts: int, seeds: int) -> str:
+    return f"{prompts} prompt{'s' * (prompts != 1)} x {seeds} seed{'s' * (seeds != 1)}"
+
+
+# --- acceptance -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of drafted chains, every quantity by its name; arrays are over depths 1..K.
+
+    ``marginal`` n_accepted / rounds; ``conditional`` n_accepted / opportunities, NaN (n/a)
+    without opportunities; ``accepted_drafts`` a round without the bonus token;
+    ``acceptance_length`` with it; ``draft_token_rate`` accepted / drafted tokens. The
+    ``_by_prompt`` twins average per-prompt means instead of pooling rounds.
+    """
+
+    rounds: int
+    n_accepted: np.ndarray
+    opportunities: np.ndarray
+    marginal: np.ndarray
+    conditional: np.ndarray
+    accepted_drafts: float
+    accepted_drafts_by_prompt: float
+    draft_token_rate: float
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.accepted_drafts + 1
+
+    @property
+    def acceptance_length_by_prompt(self) -> float:
+        return self.accepted_drafts_by_prompt + 1
+
+
+def acceptance(correct: np.ndarray, prompts: Sequence[object] | None = None) -> Acceptance:
+    """Acceptance of ``correct`` [rounds, K]: draft d of a round equals the target's token.
+
+    A round accepts its leading run of correct drafts: 1, 0, 1, 0 accepts one. ``prompts``
+    names the prompt of each round.
+    """
+    correct = np.asarray(correct, dtype=bool)
+    if correct.ndim != 2 or not correct.size:
+        raise DataError("acceptance needs rounds x depths, at least one of each", got=correct.shape)
+    accepted = np.logical_and.accumulate(correct, axis=1)
+    rounds, k = accepted.shape
+    n_accepted = accepted.sum(axis=0)
+    opportunities = np.append(rounds, n_accepted[:-1])
+    conditional = np.full(k, np.nan)
+    np.divide(n_accepted, opportunities, out=conditional, where=opportunities > 0)
+    lengths = accepted.sum(axis=1)
+    names = (
+        np.zeros(rounds, int)
+        if prompts is None
+        else np.unique(np.asarray(prompts, str), return_inverse=True)[1]
+    )
+    per_prompt = np.bincount(names, weights=lengths) / np.bincount(names)
+    return Acceptance(
+        rounds=rounds,
+        n_accepted=n_accepted,
+        opportunities=opportunities,
+        marginal=n_accepted / rounds,
+        conditional=conditional,
+        accepted_drafts=float(lengths.mean()),
+        accepted_drafts_by_prompt=float(per_prompt.mean()),
+        draft_token_rate=float(accepted.mean()),
+    )
+
+
+def with_note(value: Estimate, note: str) -> Estimate:
+    """``value`` with ``note`` added to its notes."""
+    return replace(value, note="; ".join(filter(None, (value.note, note))))
