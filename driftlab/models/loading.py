@@ -1,0 +1,359 @@
+"""Reading a target from a folder, a hub id or a GGUF file, with every fault as one clear error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from driftlab.config import Origin, Provenance, Sourced
+from driftlab.errors import CheckpointError, ConfigError, DriftlabError, ResourceError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+# Not part of what a model computes, so not part of its fingerprint.
+_UNHASHED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+_SUPPORTED = ((5, 24), (6, 0))  # the cache's API changed in 5.24
+
+
+def load_model(
+    source: str,
+    *,
+    revision: str | None,
+    dtype: str,
+    device: str,
+    device_map: Any,
+    tp_plan: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Any | None, Provenance]:
+    """Model, tokenizer (None when there is none) and provenance; see ``Target.load`` for errors."""
+    _check_transformers()
+    if dtype not in DTYPES:
+        raise ConfigError("unknown dtype", got=dtype, remedy=f"Use one of {', '.join(DTYPES)}.")
+    read = {"revision": revision, "trust_remote_code": trust_remote_code}
+    quantization: str | None = None
+    n_bytes: int | None = None
+    name, has_tokenizer = source, True
+    if source.endswith(".gguf"):
+        path = Path(source).expanduser()
+        header = read_gguf_header(path)
+        quantization = f"gguf {header.types}, dequantized"
+        n_bytes = header.elements * DTYPES[dtype].itemsize
+        name = str(path.parent)
+        gguf: dict[str, Any] = {"gguf_file": path.name}
+        read_model = gguf | {"quantization_config": GgufConfig(dequantize=True)}
+    else:
+        gguf, read_model = {}, {}
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            name = str(folder)
+            n_bytes = _check_folder(folder)
+            has_tokenizer = any((folder / file).exists() for file in _TOKENIZER_FILES)
+        elif folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+            raise CheckpointError(
+                "the target is neither a folder, a .gguf file nor a hub id",
+                got=source,
+                remedy="Check the path; a hub id looks like owner/name.",
+            )
+    if device_map is None and tp_plan is None and torch.device(device).type == "cpu":
+        _check_memory(n_bytes, source)
+
+    placement = {"device_map": device_map, "tp_plan": tp_plan}
+    with _quiet(), _as_checkpoint_error(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=DTYPES[dtype],
+            output_loading_info=True,
+            **{k: v for k, v in placement.items() if v is not None},
+            **read,
+            **read_model,
+        )
+    model, report = loaded
+    _check_report(report, source)
+    if device_map is None and tp_plan is None:
+        model = model.to(device)
+    tokenizer = None
+    if has_tokenizer:
+        with _quiet(), _as_checkpoint_error(f"tokenizer of {source}"):
+            tokenizer = AutoTokenizer.from_pretrained(name, **read, **gguf)
+
+    stored = getattr(model.config, "quantization_config", None)
+    if quantization is None and stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        quantization = str(getattr(method, "value", method))
+    provenance = {
+        "source": Sourced(value=source, origin=Origin.read, where="argument"),
+        "revision": Sourced(
+            value=getattr(model.config, "_commit_hash", None) or revision,
+            origin=Origin.read,
+            where="checkpoint" if getattr(model.config, "_commit_hash", None) else "argument",
+        ),
+        "trust_remote_code": Sourced(value=trust_remote_code, origin=Origin.read, where="argument"),
+        "quantization": Sourced(value=quantization, origin=Origin.read, where="checkpoint"),
+        "dtype": Sourced(
+            value=dtype,
+            origin=Origin.read,
+            where=f"argument; stored as {_stored_dtype(source, name, quantization)}",
+        ),
+        "tokenizer": Sourced(
+            value=type(tokenizer).__name__ if tokenizer is not None else None,
+            origin=Origin.read,
+            where="checkpoint" if has_tokenizer else "the folder has no tokenizer file",
+        ),
+    }
+    return model, tokenizer, provenance
+
+
+def _check_transformers() -> None:
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not _SUPPORTED[0] <= version < _SUPPORTED[1]:
+        raise ConfigError(
+            "driftlab works with transformers 5.24 or later, below 6",
+            got=transformers.__version__,
+            remedy="pip install 'transformers>=5.24,<6'",
+        )
+
+
+def _check_folder(folder: Path) -> int | None:
+    """Bytes of the weight files; raises CheckpointError when a file that must be there is not."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CheckpointError(
+            f"{folder} holds no config.json", remedy="Give the folder that save_pretrained wrote."
+        )
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
+            ) from None
+        lost = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if lost:
+            raise CheckpointError(
+                f"{folder}: {len(lost)} of {len(shards)} weight files are missing",
+                got=", ".join(lost[:4]),
+                remedy=f"Fetch the files that {index.name} names.",
+            )
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no weights",
+            got=", ".join(sorted(p.name for p in folder.iterdir())[:8]),
+            remedy="Expected model.safetensors, or shards with their index.",
+        )
+    return sum(file.stat().st_size for file in files)
+
+
+def _check_report(report: dict[str, Any], source: str) -> None:
+    """HuggingFace only logs what it did not find, and leaves it at random values."""
+    missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
+    if missing or wrong:
+        found = [f"missing: {', '.join(missing[:4])}"] if missing else []
+        found += [f"wrong shape: {', '.join(wrong[:4])}"] if wrong else []
+        raise CheckpointError(
+            f"{source}: {len(missing) + len(wrong)} tensors do not fit the model",
+            got="; ".join(found),
+            remedy="Weights and config.json belong to different models, or a file is incomplete.",
+        )
+
+
+def _check_memory(n_bytes: int | None, source: str) -> None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free = next(int(x.split()[1]) * 1024 for x in file if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return  # not Linux: nothing known to compare with
+    if n_bytes is not None and n_bytes > free:
+        raise ResourceError(
+            f"{source} needs about {n_bytes / 2**30:.1f} GiB of memory",
+            got=f"{free / 2**30:.1f} GiB free",
+            remedy="Load in a smaller dtype, on a GPU, or with device_map.",
+        )
+
+
+def _stored_dtype(source: str, name: str, quantization: str | None) -> str:
+    if source.endswith(".gguf"):
+        return str(quantization)
+    try:
+        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        return str(config.get("dtype") or config.get("torch_dtype") or "unstated")
+    except (OSError, ValueError):
+        return "unstated"
+
+
+@contextmanager
+def _as_checkpoint_error(what: str) -> Iterator[None]:
+    """Whatever a third-party loader raises becomes one of ours, with its reason kept."""
+    try:
+        yield
+    except DriftlabError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise ResourceError(
+            f"{what} does not fit in memory",
+            got=_first_line(error),
+            remedy="Load in a smaller dtype, or with device_map.",
+        ) from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} cannot be loaded",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="Check that the files are complete (fetch them again) and of a causal LM. "
+            "Code in a checkpoint runs only with trust_remote_code.",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else "no message"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No third-party progress bar off a terminal."""
+    bars = transformers.utils.logging
+    silence = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if silence:
+        bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            bars.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """``elements`` in all tensors; ``types`` counts tensors, e.g. ``Q4_1 x 210, F32 x 61``."""
+
+    elements: int
+    types: str
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read a GGUF file's tensor list and prove that its data are all there (format version 2, 3).
+
+    Raises
+    ------
+    CheckpointError: the file is missing, is no GGUF file, or is shorter than its tensors.
+    """
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if not path.is_file():
+        raise CheckpointError("the GGUF file does not exist", got=path, remedy="Check the path.")
+    counts: Counter[str] = Counter()
+    elements, needed, alignment = 0, 0, 32
+    try:
+        with path.open("rb") as file:
+            magic, version, n_tensors, n_fields = struct.unpack("<4sIQQ", _take(file, 24))
+            if magic != b"GGUF" or version not in (2, 3):
+                raise ValueError(f"not a little-endian GGUF file of version 2 or 3: {magic!r}")
+            for _ in range(n_fields):
+                key, (kind,) = _string(file), struct.unpack("<I", _take(file, 4))
+                value = _value(file, kind)
+                if key == b"general.alignment" and value is not None:
+                    alignment = value
+            for _ in range(n_tensors):
+                _string(file)
+                (n_dims,) = struct.unpack("<I", _take(file, 4))
+                *shape, kind, offset = struct.unpack(f"<{n_dims}QIQ", _take(file, 8 * n_dims + 12))
+                size = 1
+                for dim in shape:
+                    size *= dim
+                quant = GGMLQuantizationType(kind)
+                block, block_bytes = GGML_QUANT_SIZES[quant]
+                counts[quant.name] += 1
+                elements += size
+                needed = max(needed, offset + size // block * block_bytes)
+            start = -(-file.tell() // alignment) * alignment
+        found = os.path.getsize(path)
+        if found < start + needed:
+            raise EOFError(f"{found} bytes where its tensors need {start + needed}")
+    except (EOFError, ValueError, KeyError, struct.error) as error:
+        raise CheckpointError(
+            f"{path} is no complete GGUF file", got=error, remedy="Fetch the file again."
+        ) from None
+    return GgufHeader(elements, ", ".join(f"{k} x {n}" for k, n in counts.most_common()))
+
+
+def _take(file: BinaryIO, n: int) -> bytes:
+    data = file.read(n)
+    if len(data) != n:
+        raise EOFError("the file ends inside its header")
+    return data
+
+
+def _string(file: BinaryIO) -> bytes:
+    return _take(file, struct.unpack("<Q", _take(file, 8))[0])
+
+
+def _value(file: BinaryIO, kind: int) -> int | None:
+    """Step over one metadata value; return it when it is a 32-bit unsigned integer."""
+    widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+    if kind == 8:
+        _string(file)
+    elif kind == 9:
+        inner, n = struct.unpack("<IQ", _take(file, 12))
+        if inner in widths:
+            _take(file, widths[inner] * n)
+        else:
+            for _ in range(n):
+                _value(file, inner)
+    else:
+        data = _take(file, widths[kind])
+        if kind == 4:
+            return int(struct.unpack("<I", data)[0])
+    return None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over devices, in one piece; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def fingerprint(model: Any, *, owner: str) -> str:
+    """sha256 over a model's config and all its weights, in one cheap pass.
+
+    Per tensor it takes the name, shape, dtype, 256 sampled values, and the exact sum of the
+    bits read as integers, which any single changed value moves.
+
+    Raises
+    ------
+    ResourceError: weights off-loaded to disk.
+    """
+    digest = hashlib.sha256()
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _UNHASHED}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise ResourceError(
+                f"{owner}: {name} is not in memory, so the target has no fingerprint",
+                remedy="Use a device_map that does not off-load to disk.",
+            )
+        flat = whole(tensor).detach().reshape(-1)
+        bits = flat.view(integers[flat.element_size()])
+        sample = bits[:: max(1, len(bits) // 256)].tolist()
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {tuple(tensor.shape)} {flat.dtype} {total} {sample}".encode())
+    return digest.hexdigest()
