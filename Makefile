@@ -33,7 +33,9 @@ $(READY):
 	  echo "driftlab needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
 	  echo "Name one: make setup PYTHON=python3.12" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	@echo "Installing the pins of requirements.lock into $(VENV): some minutes, about 2 GB."
+	@if [ -t 1 ]; then quiet=; else quiet=-qq; fi; \
+	  $(BIN)/python -m pip install $$quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
 	@rm -f $(VENV)/ready-*
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,14 @@ def faults(path: Path, heights: dict[str, int]) -> list[str]:
 def test_every_room_has_a_floor_and_every_floor_a_room() -> None:
     rooms = {room_of(module_of(path)) for path in FILES} - {"driftlab"}
     assert rooms == set(floors())
+
+
+def test_the_picture_names_every_file() -> None:
+    """ARCHITECTURE.md draws the tree; a file that it does not name is not in the picture."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    tree = text[text.index("    driftlab/\n") : text.index("Two borders")]
+    words = set(re.findall(r"[a-z_]+", tree))
+    assert {path.stem for path in FILES if "checkpoints" not in path.parts} - words == {"__init__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
