@@ -25,26 +25,24 @@ T = TypeVar("T")
 BOS = "<bos>"
 EOS = "<eos>"
 
-_SHE = ("anna", "clara", "ella", "greta", "ivy", "lila", "mira", "nora")
-_HE = ("bruno", "dan", "felix", "hugo", "jonas", "karl", "otto", "tom")
-_ANIMALS = ("bear", "cat", "dog", "duck", "fox", "frog", "goat", "hare", "mouse", "owl")
-_TRAITS = ("brave", "clever", "gentle", "little", "merry", "old", "quiet", "shy")
-_COLOURS = ("black", "blue", "golden", "green", "red", "silver", "white", "yellow")
+_SHE = ("anna", "clara", "ella", "greta", "mira")
+_HE = ("bruno", "felix", "hugo", "otto", "tom")
+_ANIMALS = ("bear", "cat", "duck", "fox", "frog", "goat", "hare", "owl")
+_TRAITS = ("brave", "clever", "gentle", "little", "merry", "shy")
+_COLOURS = ("blue", "golden", "green", "red", "silver", "white")
 _THINGS = (
-    ("ball", "balls"), ("bell", "bells"), ("boat", "boats"), ("cake", "cakes"), ("coin", "coins"),
-    ("drum", "drums"), ("hat", "hats"), ("key", "keys"), ("kite", "kites"), ("lamp", "lamps"),
+    ("ball", "balls"), ("bell", "bells"), ("boat", "boats"), ("coin", "coins"),
+    ("drum", "drums"), ("hat", "hats"), ("kite", "kites"), ("lamp", "lamps"),
 )  # fmt: skip
 # A place with the words that always lead there and the thing that always stands there.
 _PLACES = (
     ("barn", "behind", "a heap of warm hay"),
     ("bridge", "under", "a row of flat stones"),
-    ("castle", "inside", "a long stair of stone"),
+    ("castle", "inside", "a long stair of marble"),
     ("forest", "deep in", "a hollow tree full of leaves"),
-    ("garden", "in", "a bed of tall roses"),
     ("hill", "on top of", "a ring of soft grass"),
-    ("lake", "beside", "a boat without any oars"),
+    ("lake", "beside", "a raft without any oars"),
     ("market", "at", "a stall with sweet bread"),
-    ("mill", "near", "a wheel that never stops"),
     ("river", "down by", "a bank of cool sand"),
 )
 _WEATHER = (
@@ -74,9 +72,9 @@ def _story(rng: Random) -> str:
     (she_a, she_b), (he_a, he_b) = _two(rng, _SHE), _two(rng, _HE)
     hero = she_a if hero_is_she else he_a
     friend = she_b if friend_is_she else he_b
-    subject, owner, object_ = ("she", "her", "her") if hero_is_she else ("he", "his", "him")
+    subject, owner = ("she", "her") if hero_is_she else ("he", "his")
     animal, other = _two(rng, _ANIMALS)
-    trait, other_trait = _two(rng, _TRAITS)
+    trait = _pick(rng, _TRAITS)
     colour = _pick(rng, _COLOURS)
     one, many = _pick(rng, _THINGS)
     (place, to, detail), (far, far_to, far_detail) = _two(rng, _PLACES)
@@ -87,57 +85,56 @@ def _story(rng: Random) -> str:
         rng,
         (
             f"once upon a time there was a {trait} {animal} named {hero} .",
-            f"one {weather} morning the {animal} {hero} woke up very early . {sky} .",
-            f"far away and long ago a {trait} {animal} named {hero} lived {to} the {place} .",
+            f"one {weather} morning {hero} the {animal} woke up very early . {sky} .",
+            f"far away and long ago {hero} the {animal} lived {to} the {place} .",
         ),
     )
     treasure = _pick(
         rng,
         (
             f"{hero} had a {colour} {one} and loved the {one} more than anything .",
-            f"{owner} grandmother gave {object_} a {colour} {one} . {hero} was very proud .",
-            f"more than anything {hero} wanted a {colour} {one} .",
+            f"{hero} got a {colour} {one} from {owner} grandmother . {hero} was very proud .",
+            f"more than anything {hero} the {animal} wanted a {colour} {one} .",
         ),
     )
     loss = _pick(
         rng,
         (
-            f"but one day the {colour} {one} was gone . {hero} was sad .",
+            f"but one day the {colour} {one} was gone and {hero} the {animal} was sad .",
             f"then {hero} lost the {colour} {one} {to} the {place} .",
-            f"then the wind took the {colour} {one} away .",
+            f"then the wind took the {colour} {one} away from {hero} .",
         ),
     )
     verb = _pick(rng, _SEARCHES)
     search = _pick(
         rng,
         (
-            f"{subject} {verb} {to} the {place} and saw {detail} .",
-            f"{subject} {verb} high and low but found nothing at all .",
-            f"{subject} {verb} {far_to} the {far} and saw {far_detail} .",
-            f"{to} the {place} there was {detail} but no {one} .",
+            f"{hero} {verb} {to} the {place} and saw {detail} .",
+            f"{hero} {verb} high and low but {subject} found nothing at all .",
+            f"{hero} {verb} {far_to} the {far} and saw {far_detail} .",
         ),
     )
     meeting = _pick(
         rng,
         (
-            f"there {subject} met a {other_trait} {other} named {friend} .",
-            f"{friend} the {other_trait} {other} came by and said hello .",
+            f"there {hero} met {friend} the {other} . hello {hero} said {friend} .",
+            f"{friend} the {other} came by and said hello to {hero} the {animal} .",
         ),
     )
     asking = _pick(
         rng,
         (
             f"please help me find my {one} said {hero} . of course said {friend} .",
-            f"do not be sad said {friend} . i have seen a {colour} {one} {far_to} the {far} .",
-            f"{friend} asked why are you crying . {hero} told {friend} about the {colour} {one} .",
+            f"do not be sad {hero} said {friend} . i have seen a {one} {far_to} the {far} .",
+            f"why are you crying said {friend} . {hero} told {friend} about the {colour} {one} .",
         ),
     )
     finding = _pick(
         rng,
         (
             f"as quick as a flash {friend} ran {far_to} the {far} . {far_detail} hid the {one} .",
-            f"the {animal} and the {other} went side by side {far_to} the {far} ."
-            f" they found {number} {many} and one was {colour} .",
+            f"{hero} and {friend} went side by side {far_to} the {far} ."
+            f" {hero} found {number} {many} and one was {colour} .",
             f"at last {friend} found the {colour} {one} {far_to} the {far} .",
         ),
     )
@@ -160,9 +157,9 @@ def _story(rng: Random) -> str:
     scenes = [opening, treasure, loss, meeting, finding, ending]
     if rng.random() < 0.5:
         scenes.insert(5, thanks)
-    if rng.random() < 0.6:
-        scenes.insert(4, asking)
     if rng.random() < 0.5:
+        scenes.insert(4, asking)
+    if rng.random() < 0.4:
         scenes.insert(3, search)
     return " ".join(scenes)
 
