@@ -1,0 +1,74 @@
+"""driftlab's own layout: everything of the contract, nothing to assume.
+
+config.json        {"driftlab_drafter": 1, "config": ..., "provenance": ..., "sha256": ...}
+model.safetensors  the Drafter's state_dict, with absolute ids in ``draft_to_target``
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from driftlab.config import DrafterConfig, Provenance
+from driftlab.errors import CheckpointError
+from driftlab.models.checkpoints.read import CONFIG, Files
+from driftlab.models.drafter import Drafter
+
+KEY = "driftlab_drafter"
+VERSION = 1
+_PROVENANCE = TypeAdapter(Provenance)
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def to_native(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config (without the hash of the weights) and tensors of the native layout."""
+    config = {
+        KEY: VERSION,
+        "variant": drafter.config.variant,
+        "config": drafter.config.model_dump(mode="json"),
+        "provenance": _PROVENANCE.dump_python(drafter.provenance, mode="json"),
+    }
+    return config, dict(drafter.state_dict())
+
+
+def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
+    """Contract of a native folder.
+
+    Raises
+    ------
+    CheckpointError: another version, a wrong field, or weights that are not those that
+        the config was written with.
+    """
+    where = files.folder / CONFIG
+    if files.config[KEY] != VERSION:
+        raise CheckpointError(
+            f"{where}: unknown version of driftlab's layout",
+            got=files.config[KEY],
+            remedy=f"This driftlab reads version {VERSION}.",
+        )
+    try:
+        config = DrafterConfig.model_validate(files.config.get("config"))
+        provenance = _PROVENANCE.validate_python(files.config.get("provenance", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{where}: field {'.'.join(map(str, first['loc'])) or 'config'} is wrong",
+            got=first["msg"],
+            remedy="Write the drafter again with save_drafter.",
+        ) from None
+    found = file_hash(files.folder / files.weights)
+    if files.config.get("sha256") != found:
+        raise CheckpointError(
+            f"{files.folder / files.weights} is not the file that its config was written with",
+            got=f"sha256 {found}",
+            remedy="The weights are damaged or were exchanged; write the drafter again.",
+        )
+    return config, provenance

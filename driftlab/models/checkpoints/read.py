@@ -1,0 +1,251 @@
+"""Files of a drafter -> one config dictionary and one dictionary of tensors.
+
+Nothing here knows a dialect. Every fault of a file is a CheckpointError that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from driftlab.errors import CheckpointError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+# Safe and complete first; an index decides which shard each tensor counts from.
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    WEIGHTS,
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the folder holds. ``revision`` is the commit of a hub snapshot."""
+
+    folder: Path
+    source: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: str  # the file or index that was read
+    revision: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_files(source: str | Path, *, revision: str | None = None) -> Files:
+    """Read config and tensors of a local folder or a hub id.
+
+    Raises
+    ------
+    CheckpointError: the folder, its config, its weights or one of its shards is missing,
+        damaged or unsafe, or a tensor holds NaN or infinity.
+    """
+    folder, commit = _locate(source, revision)
+    config = read_json(folder / CONFIG)
+    present = [name for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not present:
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        raise CheckpointError(
+            f"{folder} holds no weights",
+            got=", ".join(found[:12]) or "an empty folder",
+            remedy=f"One of {', '.join(WEIGHT_FILES)} is needed.",
+        )
+    name, *others = present
+    notes = [f"{other} was not read, {name} was" for other in others]
+    if (folder / "adapter_model.safetensors").is_file():
+        notes.append(
+            "adapter_model.safetensors belongs to the target: captured states of a target "
+            "without it are not those of the training"
+        )
+    if name.endswith(".index.json"):
+        tensors, stale = _read_sharded(folder, name)
+        notes += stale
+    else:
+        tensors = read_tensors(folder / name)
+    check_numbers(tensors, where=str(folder / name))
+    return Files(folder, str(source), config, tensors, name, commit, tuple(notes))
+
+
+def _locate(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{folder} is a local folder and has no revision",
+                got=revision,
+                remedy="Leave the revision away, or give a hub id.",
+            )
+        return folder, None
+    if folder.exists():
+        raise CheckpointError(
+            f"{folder} is a file", remedy=f"Give the folder that holds {CONFIG} and the weights."
+        )
+    if not _HUB_ID.fullmatch(str(source)):
+        raise CheckpointError(
+            f"{source} does not exist",
+            remedy="Give a folder that exists, or a hub id like owner/name.",
+        )
+    return _download(str(source), revision)
+
+
+def _download(name: str, revision: str | None) -> tuple[Path, str]:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.bin"]
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{name} is no local folder and could not be fetched from the hub"
+            + (f" at revision {revision}" if revision else ""),
+            got=reason[0],
+            remedy="Check the name and the revision, go online once, or give a local folder.",
+        ) from None
+    return folder, folder.name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist", remedy=f"A drafter's folder needs {path.name}."
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not a JSON file", got=error, remedy="Fetch or write the file again."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", got=error) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", got=type(data).__name__)
+    return data
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of one .safetensors or .bin file. Nothing is ever unpickled freely."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is damaged or no safetensors file",
+                got=error,
+                remedy="Fetch or write the file again.",
+            ) from None
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path} holds more than tensors, and unpickling it could run its code",
+            remedy="Convert it to safetensors on a machine that may run it, and give that file.",
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, UnicodeDecodeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{path} is damaged or no torch file",
+            got=reason[0],
+            remedy="Fetch or write the file again.",
+        ) from None
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"{path} does not hold a dictionary of tensors", got=type(data).__name__
+        )
+    other = [f"{k} ({type(v).__name__})" for k, v in data.items() if not isinstance(v, Tensor)]
+    if other:
+        raise CheckpointError(
+            f"{path} holds entries that are no tensors",
+            got=", ".join(other[:6]),
+            remedy="Save the drafter's state_dict alone.",
+        )
+    # Tied entries share their storage here; a reader that edits one must not edit both.
+    return {str(name): tensor.detach().clone() for name, tensor in data.items()}
+
+
+def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str]]:
+    where = folder / index
+    weight_map = read_json(where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where} has no weight_map", remedy="Write the index again.")
+    by_shard: dict[str, list[str]] = {}
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not _inside(shard):
+            raise CheckpointError(
+                f"{where} sends tensor {tensor} out of its folder",
+                got=shard,
+                remedy="A shard is a file beside its index; do not load files from this source.",
+            )
+        by_shard.setdefault(shard, []).append(tensor)
+    missing = [shard for shard in sorted(by_shard) if not (folder / shard).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{where} names {len(missing)} shard(s) that do not exist",
+            got=", ".join(missing),
+            remedy="Fetch the missing files, or write the checkpoint again.",
+        )
+    tensors: dict[str, Tensor] = {}
+    notes = []
+    for shard, names in sorted(by_shard.items()):
+        held = read_tensors(folder / shard)
+        absent = sorted(set(names) - set(held))
+        if absent:
+            raise CheckpointError(
+                f"{folder / shard} lacks tensors that {index} places there",
+                got=", ".join(absent),
+                remedy="Write index and shards again together.",
+            )
+        stale = sorted(set(held) - set(names))
+        if stale:
+            notes.append(f"{shard}: {', '.join(stale)} ignored, the index places them elsewhere")
+        tensors |= {name: held[name] for name in names}
+    return tensors, notes
+
+
+def _inside(shard: str) -> bool:
+    parts = PurePosixPath(shard.replace("\\", "/"))
+    return bool(shard) and not parts.is_absolute() and ".." not in parts.parts and ":" not in shard
+
+
+def check_numbers(tensors: dict[str, Tensor], *, where: str) -> None:
+    """Raise CheckpointError on quantised storage, and on tensors with NaN or infinity."""
+    odd = [f"{n} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _READABLE]
+    if odd:
+        raise CheckpointError(
+            f"{where} holds quantised tensors",
+            got=", ".join(odd[:6]),
+            remedy="Dequantise the drafter to float32, bfloat16 or float16 first.",
+        )
+    bad = [
+        f"{name} ({int((~torch.isfinite(t)).sum())} of {t.numel()})"
+        for name, t in tensors.items()
+        if t.is_floating_point() and not bool(torch.isfinite(t).all())
+    ]
+    if bad:
+        raise CheckpointError(
+            f"{where} holds NaN or infinity",
+            got=", ".join(bad),
+            remedy="The file is damaged, or a tensor was never filled; fetch or train it again.",
+        )
+
+
+_READABLE = {
+    torch.float32, torch.float16, torch.bfloat16, torch.float64,
+    torch.int64, torch.int32, torch.bool,
+}  # fmt: skip
