@@ -122,10 +122,11 @@ class DrafterConfig(Frozen):
     windows: tuple[int | None, ...] = ()  # per layer; () is full attention in every layer
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     hidden_act: str = "silu"
-    # The four fields below exist because trainers and runtimes differ on the same file.
+    # The five fields below exist because trainers and runtimes differ on the same file.
     double_hidden_norm: bool = False  # hidden_norm(input_layernorm(u)), ModelOpt's HF trainer
     logits_from_raw: bool = False  # head reads the state before the final norm (SpecForge < #879)
     draft_position_offset: int = 0  # 1: drafted positions one too far (SGLang < #25015)
+    window_moves: bool = False  # True: the window counts from the drafted position (engines)
     logit_scale: float = 1.0
 
     @model_validator(mode="after")

@@ -213,6 +213,7 @@ class ChainAttention(nn.Module):
     def __init__(self, config: DrafterConfig, index: int, clock: Clock, prefix: str) -> None:
         super().__init__()
         self.window = config.windows[index] if config.windows else None
+        self.window_moves = config.window_moves
         self.index, self._clock = index, clock
         self.gated = config.attention_gate
         self.at_q = HookPoint(f"{prefix}attn.q", clock)
@@ -234,13 +235,13 @@ class ChainAttention(nn.Module):
             memory.prefix[self.index] = (k, v)
         else:
             memory.chain[self.index].append((k, v))
-        mixed = self._attend(q * own.scale, positions, memory)
+        mixed = self._attend(q * own.scale, memory)
         mixed = rearrange(mixed, "b h t e -> b t (h e)")
         if self.gated:
             mixed = mixed * torch.sigmoid(own.g_proj(x))
         return self.at_out(own.o_proj(mixed))
 
-    def _attend(self, q: Tensor, positions: Tensor, memory: Memory) -> Tensor:
+    def _attend(self, q: Tensor, memory: Memory) -> Tensor:
         """Scaled q [B, h, T, e] -> [B, h, T, e_v], in blocks of rows."""
         prefix = memory.prefix[self.index]
         if prefix is None:
@@ -265,12 +266,14 @@ class ChainAttention(nn.Module):
             scores = torch.einsum("bgrte,bgse->bgrts", q[:, :, :, span], keys[:, :, :seen])
             hidden = torch.arange(seen, device=q.device) > anchors[:, None]
             if self.window is not None:
-                far = positions[span][:, None] - torch.arange(seen, device=q.device)
+                # Measured from the anchor as trained, from the drafted position if it moves.
+                newest = anchors + len(chain) if self.window_moves else anchors
+                far = newest[:, None] - torch.arange(seen, device=q.device)
                 hidden = hidden | (far >= self.window)
             scores = scores.masked_fill(hidden, float("-inf"))
             if chain_k is not None:
                 own = torch.einsum("bgrte,bgtde->bgrtd", q[:, :, :, span], chain_k[:, :, span])
-                if self.window is not None and len(chain) > self.window:
+                if self.window_moves and self.window is not None and len(chain) > self.window:
                     own[..., : len(chain) - self.window] = float("-inf")
                 scores = torch.cat([scores, own], dim=-1)
             scores = self.at_scores(rearrange(scores, "b g r t s -> b (g r) t s"))
@@ -306,6 +309,7 @@ class DrafterLayer(nn.Module):
         self.mlp = LlamaMLP(
             LlamaConfig(
                 hidden_size=width,
+                num_attention_heads=1,  # the default of 32 would have to divide the width
                 intermediate_size=config.intermediate_size,
                 hidden_act=config.hidden_act,
                 mlp_bias=config.mlp_bias,
