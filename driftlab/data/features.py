@@ -212,6 +212,7 @@ class FeatureStore:
                 with atomic_file(folder / shard.name) as file:
                     file.write(data)
                     file.write(sha256(data).digest())
+                _verified.add(_identity(folder / shard.name))
                 bar.update(shard.tokens)
         table = pa.Table.from_pylist([asdict(t) for t in texts], schema=_TEXTS)
         with atomic_file(folder / "texts.parquet") as file:
@@ -475,14 +476,13 @@ def _states(
 def _digest(path: Path, size: int) -> str | None:
     """SHA-256 (hex) of a shard that is whole and agrees with its own checksum, else None."""
     try:
-        stat = path.stat()
-        if stat.st_size != size + _DIGEST:
+        identity = _identity(path)
+        if identity[1] != size + _DIGEST:
             return None
         with path.open("rb") as file:
             file.seek(size)
             stored = file.read(_DIGEST)
-            seen = (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
-            if seen not in _verified:
+            if identity not in _verified:
                 file.seek(0)
                 digest, left = sha256(), size
                 while left and (block := file.read(min(left, 1 << 20))):
@@ -490,10 +490,15 @@ def _digest(path: Path, size: int) -> str | None:
                     left -= len(block)
                 if digest.digest() != stored:
                     return None
-                _verified.add(seen)
+                _verified.add(identity)
     except FileNotFoundError:
         return None
     return stored.hex()
+
+
+def _identity(path: Path) -> tuple[str, int, int]:
+    stat = path.stat()
+    return str(path.resolve()), stat.st_size, stat.st_mtime_ns
 
 
 @contextmanager
@@ -506,8 +511,7 @@ def _lock(root: Path, key: str) -> Iterator[None]:
 
 
 def _size(n: int) -> str:
-    return next(
-        f"{n / scale:.1f} {unit}"
-        for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-        if n >= scale
-    ) if n >= 1 << 10 else f"{n} bytes"
+    for scale, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n / 1024:.1f} KiB"

@@ -25,7 +25,9 @@ SETS = ("held-out", "train")
 PLAIN = "plain"  # the category of text to continue; ``auto`` uses no template for it
 FIELDS = ("turns", "messages", "prompt", "text")
 
-_CLOCK = datetime(2025, 1, 1)  # some templates print today's date; tokens must not depend on it
+# Some templates print today's date; tokens must not depend on it.
+_TODAY = datetime(2025, 1, 1)
+_ASKS_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 @dataclass(frozen=True)
@@ -273,8 +275,8 @@ def render(
     use = source is not None and (
         template == "always" or (template == "auto" and prompt.category != PLAIN)
     )
-    if use:
-        tokens = _with_template(prompt, tokenizer)
+    if use and source is not None:
+        tokens = _with_template(prompt, tokenizer, source)
     else:
         joined = prompt.text if not prompt.system else f"{prompt.system}\n\n{prompt.text}"
         tokens = tokenizer.encode(joined, add_special_tokens=True, split_special_tokens=True)
@@ -300,7 +302,7 @@ def _template_source(tokenizer: Any) -> str | None:
     return str(tokenizer.get_chat_template())
 
 
-def _with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
+def _with_template(prompt: Prompt, tokenizer: Any, source: str) -> list[int]:
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     try:
         return tokenizer.apply_chat_template(
@@ -309,7 +311,7 @@ def _with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
             tokenize=True,
             return_dict=False,
             sanitize_control_tokens=True,
-            strftime_now=_CLOCK.strftime,
+            chat_template=_ASKS_DATE.sub(lambda m: repr(_TODAY.strftime(m[2])), source),
         )
     except Exception as error:  # jinja2's own classes, and whatever a template raises
         raise DataError(
