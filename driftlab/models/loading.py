@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import json
-import os
-import struct
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    modeling_gguf_pytorch_utils,
+)
 
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.errors import CheckpointError, ConfigError, DriftlabError, ResourceError
+from driftlab.models.gguf_header import read_gguf_header
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (
@@ -49,25 +53,31 @@ def load_model(
     _check_transformers()
     if dtype not in DTYPES:
         raise ConfigError("unknown dtype", got=dtype, remedy=f"Use one of {', '.join(DTYPES)}.")
+    gguf = source.endswith(".gguf")
+    if (gguf or device_map is not None) and importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            "GGUF files and device_map need the package accelerate",
+            remedy="pip install accelerate==1.15.0",
+        )
     read = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantization: str | None = None
     n_bytes: int | None = None
     name, has_tokenizer = source, True
-    if source.endswith(".gguf"):
+    if gguf:
         path = Path(source).expanduser()
         header = read_gguf_header(path)
         quantization = f"gguf {header.types}, dequantized"
         n_bytes = header.elements * DTYPES[dtype].itemsize
         name = str(path.parent)
-        gguf: dict[str, Any] = {"gguf_file": path.name}
-        read_model = gguf | {"quantization_config": GgufConfig(dequantize=True)}
+        file = {"gguf_file": path.name}
+        extra: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     else:
-        gguf, read_model = {}, {}
+        file, extra = {}, {}
         folder = Path(source).expanduser()
         if folder.is_dir():
             name = str(folder)
             n_bytes = _check_folder(folder)
-            has_tokenizer = any((folder / file).exists() for file in _TOKENIZER_FILES)
+            has_tokenizer = any((folder / part).exists() for part in _TOKENIZER_FILES)
         elif folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise CheckpointError(
                 "the target is neither a folder, a .gguf file nor a hub id",
@@ -85,7 +95,8 @@ def load_model(
             output_loading_info=True,
             **{k: v for k, v in placement.items() if v is not None},
             **read,
-            **read_model,
+            **file,
+            **extra,
         )
     model, report = loaded
     _check_report(report, source)
@@ -94,7 +105,7 @@ def load_model(
     tokenizer = None
     if has_tokenizer:
         with _quiet(), _as_checkpoint_error(f"tokenizer of {source}"):
-            tokenizer = AutoTokenizer.from_pretrained(name, **read, **gguf)
+            tokenizer = AutoTokenizer.from_pretrained(name, **read, **file)
 
     stored = getattr(model.config, "quantization_config", None)
     if quantization is None and stored is not None:
@@ -231,99 +242,19 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No third-party progress bar off a terminal."""
-    bars = transformers.utils.logging
-    silence = bars.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if silence:
-        bars.disable_progress_bar()
+    if sys.stderr.isatty():
+        yield
+        return
+    bars, gguf = transformers.utils.logging, modeling_gguf_pytorch_utils
+    shown, gguf_bar = bars.is_progress_bar_enabled(), gguf.tqdm
+    bars.disable_progress_bar()
+    gguf.tqdm = functools.partial(gguf_bar, disable=True)  # has no switch of its own
     try:
         yield
     finally:
-        if silence:
+        gguf.tqdm = gguf_bar
+        if shown:
             bars.enable_progress_bar()
-
-
-@dataclass(frozen=True)
-class GgufHeader:
-    """``elements`` in all tensors; ``types`` counts tensors, e.g. ``Q4_1 x 210, F32 x 61``."""
-
-    elements: int
-    types: str
-
-
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read a GGUF file's tensor list and prove that its data are all there (format version 2, 3).
-
-    Raises
-    ------
-    CheckpointError: the file is missing, is no GGUF file, or is shorter than its tensors.
-    """
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    if not path.is_file():
-        raise CheckpointError("the GGUF file does not exist", got=path, remedy="Check the path.")
-    counts: Counter[str] = Counter()
-    elements, needed, alignment = 0, 0, 32
-    try:
-        with path.open("rb") as file:
-            magic, version, n_tensors, n_fields = struct.unpack("<4sIQQ", _take(file, 24))
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"not a little-endian GGUF file of version 2 or 3: {magic!r}")
-            for _ in range(n_fields):
-                key, (kind,) = _string(file), struct.unpack("<I", _take(file, 4))
-                value = _value(file, kind)
-                if key == b"general.alignment" and value is not None:
-                    alignment = value
-            for _ in range(n_tensors):
-                _string(file)
-                (n_dims,) = struct.unpack("<I", _take(file, 4))
-                *shape, kind, offset = struct.unpack(f"<{n_dims}QIQ", _take(file, 8 * n_dims + 12))
-                size = 1
-                for dim in shape:
-                    size *= dim
-                quant = GGMLQuantizationType(kind)
-                block, block_bytes = GGML_QUANT_SIZES[quant]
-                counts[quant.name] += 1
-                elements += size
-                needed = max(needed, offset + size // block * block_bytes)
-            start = -(-file.tell() // alignment) * alignment
-        found = os.path.getsize(path)
-        if found < start + needed:
-            raise EOFError(f"{found} bytes where its tensors need {start + needed}")
-    except (EOFError, ValueError, KeyError, struct.error) as error:
-        raise CheckpointError(
-            f"{path} is no complete GGUF file", got=error, remedy="Fetch the file again."
-        ) from None
-    return GgufHeader(elements, ", ".join(f"{k} x {n}" for k, n in counts.most_common()))
-
-
-def _take(file: BinaryIO, n: int) -> bytes:
-    data = file.read(n)
-    if len(data) != n:
-        raise EOFError("the file ends inside its header")
-    return data
-
-
-def _string(file: BinaryIO) -> bytes:
-    return _take(file, struct.unpack("<Q", _take(file, 8))[0])
-
-
-def _value(file: BinaryIO, kind: int) -> int | None:
-    """Step over one metadata value; return it when it is a 32-bit unsigned integer."""
-    widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-    if kind == 8:
-        _string(file)
-    elif kind == 9:
-        inner, n = struct.unpack("<IQ", _take(file, 12))
-        if inner in widths:
-            _take(file, widths[inner] * n)
-        else:
-            for _ in range(n):
-                _value(file, inner)
-    else:
-        data = _take(file, widths[kind])
-        if kind == 4:
-            return int(struct.unpack("<I", data)[0])
-    return None
 
 
 def whole(tensor: Tensor) -> Tensor:

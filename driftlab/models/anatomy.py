@@ -1,0 +1,152 @@
+"""Taking a HuggingFace causal LM apart: its blocks, final norm, head, and the states between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.errors import ContractError
+from driftlab.models.loading import whole
+
+_BLOCKS = ("layers", "h", "blocks")
+_FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """States of the target at the tokens of one call.
+
+    Attributes
+    ----------
+    aux: [B, S, A*Ht], the asked boundaries side by side, in the order asked (ascending).
+    last: [B, S, Ht], state after the final norm, the input of the head.
+    logits: [B, S, V], or None when they were not asked for.
+
+    In a padded batch ``aux`` and ``last`` are 0 at padding; ``logits`` there mean nothing.
+    """
+
+    aux: Tensor
+    last: Tensor
+    logits: Tensor | None
+
+
+class Anatomy:
+    """The parts of a causal LM and how states pass through them."""
+
+    def __init__(self, model: Any, *, name: str) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ContractError(
+                f"{name} is an encoder-decoder", remedy="The target must be a causal LM."
+            )
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        text = model.config.get_text_config(decoder=True)
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
+        blocks = next(
+            (b for k in _BLOCKS if (b := getattr(self._decoder, k, None)) is not None), None
+        )
+        if blocks is None or self._head is None:
+            raise ContractError(
+                f"{name}: blocks or head were not found in the model",
+                got=type(model).__name__,
+                remedy="The target must be a HuggingFace causal LM of the Llama or GPT-2 kind.",
+            )
+        self._blocks: nn.ModuleList = blocks
+        self._norm: Any = next(
+            (m for k in _FINAL_NORMS if (m := getattr(self._decoder, k, None)) is not None), None
+        )
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self._scale: float = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        self._scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+        self.n_layers: int = len(blocks)
+        self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
+        self.dtype: torch.dtype = self._embedding.weight.dtype
+        self.device: torch.device = self._embedding.weight.device
+
+    def run(self, tokens: Tensor, **kwargs: Any) -> Tensor:
+        """States [B, S, Ht] after the final norm; ``kwargs`` go to the HuggingFace decoder."""
+        cached = kwargs.get("cache") is not None
+        return self._decoder(input_ids=tokens, use_cache=cached, **kwargs).last_hidden_state
+
+    @contextmanager
+    def capture(self, boundaries: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        states: dict[int, Tensor] = {}
+
+        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            states[0] = args[0] if args else kwargs["hidden_states"]
+
+        def after(b: int) -> Any:
+            def hook(module: nn.Module, args: tuple, output: Any) -> None:
+                # A tensor in transformers 5, a tuple in older and in custom code.
+                states[b] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        with ExitStack() as stack:
+            for b in set(boundaries):
+                handle = (
+                    self._blocks[0].register_forward_pre_hook(before, with_kwargs=True)
+                    if b == 0
+                    else self._blocks[b - 1].register_forward_hook(after(b))
+                )
+                stack.callback(handle.remove)
+            yield states
+
+    def collect(
+        self,
+        states: dict[int, Tensor],
+        boundaries: Sequence[int],
+        last: Tensor,
+        *,
+        logits: Tensor | None,
+    ) -> Forward:
+        last = last.to(self.device)
+        parts = [states[b].to(self.device) for b in boundaries]
+        aux = torch.cat(parts, -1) if parts else last.new_empty((*last.shape[:-1], 0))
+        return Forward(aux, last, None if logits is None else self.head(logits).to(self.device))
+
+    def head(self, last: Tensor) -> Tensor:
+        """Logits [..., V] of states [..., Ht] after the final norm, soft cap and scale included."""
+        logits = self._head(last)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The norm between boundary ``n_layers`` and the head; the identity when there is none."""
+        return x if self._norm is None else self._norm(x)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, Ht]"""
+        return whole(self._head.weight)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, Ht], as stored: a scale that the model applies after the look-up is not in it."""
+        return whole(self._embedding.weight)
+
+    @property
+    def final_norm_weight(self) -> Tensor | None:
+        """[Ht], the factor that the final norm multiplies with (Gemma's 1 + w), or None."""
+        weight = getattr(self._norm, "weight", None)
+        if weight is None:
+            return None
+        weight = whole(weight)
+        if isinstance(self._norm, nn.LayerNorm):
+            return weight
+        with torch.no_grad():  # a vector of ones has RMS 1, so the norm returns its own factor
+            effective = self._norm(torch.ones_like(weight))
+        near = [
+            w for w in (weight, 1 + weight) if torch.allclose(effective, w, rtol=1e-2, atol=1e-3)
+        ]
+        return near[0] if near else None
