@@ -83,7 +83,11 @@ def write_corpus(
     written = 0
     total = writing.min_tokens or len(prompts) * writing.max_new_tokens
     with tqdm(
-        total=total, desc=progress, unit="token", unit_scale=True, disable=None if progress else True
+        total=total,
+        desc=progress,
+        unit="token",
+        unit_scale=True,
+        disable=None if progress else True,
     ) as bar:
         for number, (round_, chunk) in enumerate(_chunks(prompts, writing.batch)):
             if round_ and (not writing.min_tokens or written >= writing.min_tokens):
