@@ -252,9 +252,9 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
     whose chain reaches the deepest depth of its (cell, prompt, text, mode) makes every depth
     speak of the same anchors.
     """
-    parts = []
     group = steps.group_by(["cell", "prompt", "text", "mode"], use_threads=False).aggregate([])
     depth, anchor = steps["depth"].to_numpy(), steps["anchor"].to_numpy()
+    parts: list[dict[str, Any]] = []
     for key in group.to_pylist():
         mask = np.ones(steps.num_rows, dtype=bool)
         for name in ("prompt", "text", "mode"):  # a shard holds one cell
@@ -262,8 +262,12 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
         rows = np.flatnonzero(mask)
         rows = rows[np.isin(anchor[rows], anchor[rows][depth[rows] == depth[rows].max()])]
         rows = rows[np.argsort(depth[rows], kind="stable")]
-        parts.append(make_table("depths", {**key, **_means(steps, rows, where)}, where))
-    return pa.concat_tables(parts) if parts else SCHEMAS["depths"].empty_table()
+        part = _means(steps, rows, where)
+        parts.append({k: np.repeat(v, len(part["depth"])) for k, v in key.items()} | part)
+    if not parts:
+        return SCHEMAS["depths"].empty_table()
+    joined = {name: np.ma.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return make_table("depths", joined, where)
 
 
 def _means(steps: pa.Table, rows: np.ndarray, where: str) -> dict[str, Any]:
@@ -298,7 +302,10 @@ def _means(steps: pa.Table, rows: np.ndarray, where: str) -> dict[str, Any]:
     for name in ("correct", "in_vocab"):
         out[f"n_{name}"] = total(steps[name].to_numpy()[rows].astype(int))
     temperature = steps["temperature"].take(pa.array(rows[starts]))
-    out["temperature"] = temperature
+    out["temperature"] = np.ma.array(
+        temperature.fill_null(0).to_numpy(), mask=temperature.is_null().to_numpy()
+    )
+    out["n_accepted"] = out["n_opportunities"] = np.ma.masked_all(len(n), dtype=np.int64)
     accepted, there = values("accepted")
     if there.all():
         if not np.array_equal(depths, np.arange(1, len(depths) + 1)):

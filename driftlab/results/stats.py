@@ -19,6 +19,8 @@ from driftlab.errors import DataError
 
 LEVEL = 0.95
 RESAMPLES = 2000
+P_DRAWS = 9999
+"""Draws behind a p value: enough that a correction for 20 comparisons cannot hide an effect."""
 _CHUNK = 1 << 22  # resampled means held at once
 
 
@@ -83,12 +85,12 @@ class Estimate:
 
 
 def _digits(value: float, low: float, high: float) -> int:
-    """Decimals that show two digits of the interval's width or so, at most three."""
+    """Decimals that show the interval's width in one or two digits."""
     width = high - low
+    least, most = (2, 3) if abs(value) < 1 else (1, 2) if abs(value) < 10 else (0, 1)
     if math.isnan(width) or width <= 0:
         return 2
-    digits = -math.floor(math.log10(width))
-    return min(max(digits, 1 if abs(value) < 10 else 0), 3)
+    return min(max(-math.floor(math.log10(width)), least), most)
 
 
 def _round(value: float, digits: int) -> str:
@@ -161,29 +163,28 @@ def estimate(
     # Rounding noise far below any digit shown would otherwise pass for a spread.
     flat = _is_flat(samples, coefficients, value)
     prompt_low = prompt_high = math.nan
-    low, high, draws = value, value, np.full(1, value)
     if over_prompts or n_seeds == 1:
-        prompt_low, prompt_high, draws = _over_prompts(
+        prompt_low, prompt_high = _over_prompts(
             weighted.sum(axis=1), weights.sum(axis=1), coefficients, value, flat, resamples, seed
         )
-        low, high = prompt_low, prompt_high
+    low, high = prompt_low, prompt_high
     if n_seeds > 1:
-        low, high, draws = value, value, np.full(1, value)
+        low = high = value
         if not flat:
-            drawn, drawn_weights = _draw_both(weighted, weights, resamples, seed)
-            draws = _finite(combine(drawn, drawn_weights))
-            low, high = _percentile(draws) if len(draws) else (math.nan, math.nan)
+            low, high = _percentile(combine(*_draw_both(weighted, weights, resamples, seed)))
     difference = abs(coefficients.sum()) < 1e-12 and len(samples) > 1
     p, smallest = math.nan, math.nan
-    if difference and len(draws) > 1:
-        tail = min((draws <= 0).sum(), (draws >= 0).sum())
-        p = min(1.0, 2 * (tail + 1) / (len(draws) + 1))
-        smallest = (1.959964 + 0.841621) * float(draws.std(ddof=1))
-    elif difference and flat:
-        p, smallest = (1.0 if value == 0 else math.nan), 0.0
+    if difference and flat:
+        p, smallest = (1.0 if value == 0 else 2 / (P_DRAWS + 1)), 0.0
+    elif difference and n > 1:
+        draws = _finite(combine(*_draw_both(weighted, weights, P_DRAWS, seed)))
+        if len(draws) > 1:
+            tail = min((draws <= 0).sum(), (draws >= 0).sum())
+            p = min(1.0, 2 * (int(tail) + 1) / (len(draws) + 1))
+            smallest = (1.959964 + 0.841621) * float(draws.std(ddof=1))
     notes = [note] if note else []
     drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
-    notes.append(f"{_count(n, n_seeds)}, drawn: {drawn_units}")
+    notes.append(f"{count(n, n_seeds)}, drawn: {drawn_units}")
     if n == 1:
         notes.append("one prompt has no interval over prompts")
     shape = math.exp if ratio else float
@@ -223,8 +224,7 @@ def bands(
             part = slice(start, start + step)
             drawn, drawn_weight = _draw_both(weighted[part], weight[part], resamples, seed)
             for k, row in enumerate(drawn / drawn_weight, start):
-                row = _finite(row)
-                if len(row) and (weight[k].sum(axis=0) > 0).sum() > 1:
+                if (weight[k].sum(axis=0) > 0).sum() > 1:
                     low[k], high[k] = _percentile(row)
     return value, low, high
 
@@ -268,6 +268,9 @@ def _finite(draws: np.ndarray) -> np.ndarray:
 
 
 def _percentile(draws: np.ndarray) -> tuple[float, float]:
+    draws = _finite(draws)
+    if not len(draws):
+        return math.nan, math.nan
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
@@ -280,13 +283,13 @@ def _over_prompts(
     flat: bool,
     resamples: int,
     seed: int,
-) -> tuple[float, float, np.ndarray]:
-    """Interval and draws of the contrast when prompts are drawn; inputs [K, prompts]."""
+) -> tuple[float, float]:
+    """Interval of the contrast when prompts alone are drawn; inputs [K, prompts]."""
     k, n = weighted.shape
     if n < 2:
-        return math.nan, math.nan, np.zeros(0)
+        return math.nan, math.nan
     if flat:
-        return value, value, np.full(1, value)
+        return value, value
 
     from scipy.stats import DegenerateDataWarning, bootstrap
 
@@ -313,10 +316,9 @@ def _over_prompts(
         return float(interval.low), float(interval.high), result.bootstrap_distribution
 
     low, high, draws = run("BCa")
-    draws = _finite(draws)
-    if math.isnan(low) or math.isnan(high):
-        low, high = _percentile(draws) if len(draws) else (math.nan, math.nan)
-    return low, high, draws
+    if math.isnan(low) or math.isnan(high):  # BCa divides by the spread of the jackknife
+        low, high = _percentile(draws)
+    return low, high
 
 
 def _draw_both(
@@ -370,7 +372,7 @@ class Factorial:
     def effects(self) -> dict[str, Estimate]:
         """Every contrast by name."""
         out = {} if self.feedback is None else {"feedback": self.feedback}
-        out |= {f"fusion_norm {name}": e for name, e in self.fusion.items()}
+        out |= {f"fusion norm {name}": e for name, e in self.fusion.items()}
         return out | {f"feedback x {name}": e for name, e in self.interaction.items()}
 
 
@@ -439,10 +441,11 @@ def power_note(effect: Estimate) -> str:
     if math.isnan(effect.smallest):
         return "the smallest effect that could be seen is unknown"
     size = f"x{effect.smallest:.2f}" if effect.unit == "x" else f"{effect.smallest:.3f}"
-    return f"{_count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
+    return f"{count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
 
 
-def _count(prompts: int, seeds: int) -> str:
+def count(prompts: int, seeds: int) -> str:
+    """The size of a sample in words."""
     return f"{prompts} prompt{'s' * (prompts != 1)} x {seeds} seed{'s' * (seeds != 1)}"
 
 

@@ -1,0 +1,796 @@
+"""Figures: tables -> tidy data -> matplotlib. What is drawn is what the CSV holds.
+
+Every figure has two halves: ``data(tables)`` gives a tidy frame with value, interval, n and
+basis in each row, ``draw(figure, frame)`` reads nothing but that frame. Lines are told apart
+by colour (Okabe and Ito's, safe for colour-blind readers), dash and marker, so that they
+survive grey print. Importing this module loads no plotting library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from driftlab.errors import ConfigError, RunError
+from driftlab.results.answers import effects, load, preferred, summary
+from driftlab.results.records import RunDirectory, Tables
+from driftlab.results.schema import REGIONS
+from driftlab.results.shards import atomic_file
+from driftlab.results.slices import Slice, TextKind, take
+from driftlab.results.stats import Estimate, bands
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMN, PAGE = 3.3, 6.9
+"""Widths in inches of one and of two columns of a paper."""
+
+_RC: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same on every machine
+    "font.size": 7,
+    "axes.titlesize": 7,
+    "axes.labelsize": 7,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "legend.fontsize": 6,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.3,
+    "grid.color": "0.85",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "xtick.minor.size": 1.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "driftlab",
+}
+
+# index into Okabe and Ito's colours, dash, marker. Hollow markers: the state is fed back raw.
+_ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE, _BLACK = range(8)
+_DASH: dict[str, Any] = {
+    "dot": (0, (1, 1)),
+    "dash": (0, (4, 1.5)),
+    "dashdot": (0, (4, 1, 1, 1)),
+    "solid": "-",
+    "long": (0, (7, 1.5)),
+    "dashdotdot": (0, (4, 1, 1, 1, 1, 1)),
+}
+_VARIANTS: dict[tuple[str, str], tuple[int, str, str]] = {
+    ("none", "pre_norm"): (_BLACK, "dot", "o"),
+    ("per_layer", "pre_norm"): (_ORANGE, "dash", "s"),
+    ("concat", "pre_norm"): (_PURPLE, "dashdotdot", "v"),
+    ("none", "post_norm"): (_BLUE, "dashdot", "^"),
+    ("per_layer", "post_norm"): (_RED, "solid", "D"),
+    ("concat", "post_norm"): (_GREEN, "long", "P"),
+}
+_SPARE = [
+    (colour, dash, marker)
+    for marker in "X*h<>p"
+    for colour, dash in zip(
+        (_SKY, _PURPLE, _GREEN, _YELLOW, _ORANGE, _BLUE, _RED, _BLACK),
+        ("solid", "dash", "dashdot", "long", "dashdotdot", "dot", "solid", "dash"),
+        strict=True,
+    )
+]
+_REGION_STYLE: dict[str, tuple[str, int, str, str]] = {
+    "sink": ("sink", _BLACK, "solid", "o"),
+    "prompt_mass": ("prompt", _ORANGE, "dash", "s"),
+    "generated": ("generated", _GREEN, "dashdot", "^"),
+    "draft_mass": ("draft", _RED, "long", "D"),
+    "self_mass": ("self", _BLUE, "dot", "v"),
+    "null_mass": ("null", _PURPLE, "dashdotdot", "P"),
+}
+
+
+# --- tidy data --------------------------------------------------------------------------------
+
+
+def _series(
+    piece: Slice,
+    cubes: Iterable[tuple[dict[str, Any], np.ndarray, np.ndarray | None]],
+    *,
+    x: str = "depth",
+    transform: Callable[[np.ndarray], np.ndarray] = lambda v: v,
+) -> pd.DataFrame:
+    """Rows of ``labels, group, x, value, low, high, ...`` from [group, seed, prompt, x] cubes."""
+    import pandas as pd
+
+    frames = []
+    for labels, values, weights in cubes:
+        n_groups, n_seeds, n_prompts, n_x = values.shape
+
+        def flat(a: np.ndarray, shape: tuple[int, ...] = (n_seeds, n_prompts)) -> np.ndarray:
+            return np.moveaxis(a, 3, 1).reshape(-1, *shape)
+
+        flat_weights = None if weights is None else flat(weights)
+        value, low, high = bands(flat(values), flat_weights, resamples=piece.resamples)
+        there = np.isfinite(flat(values))
+        if flat_weights is not None:
+            there &= flat_weights > 0
+        frame = pd.DataFrame(
+            {
+                "variant": [g.label for g in piece.groups for _ in range(n_x)],
+                "fusion_norm": [g.fusion_norm for g in piece.groups for _ in range(n_x)],
+                "feedback": [g.feedback for g in piece.groups for _ in range(n_x)],
+                "ttt": pd.array([g.ttt for g in piece.groups for _ in range(n_x)], dtype="Int32"),
+                x: list(piece.index) * n_groups,
+                "value": transform(value),
+                "low": transform(low),
+                "high": transform(high),
+                "prompts": there.any(axis=1).sum(axis=1),
+                "seeds": there.any(axis=2).sum(axis=1),
+            }
+        )
+        for name, label in reversed(labels.items()):
+            frame.insert(0, name, label)
+        frames.append(frame)
+    return _based(pd.concat(frames, ignore_index=True), piece)
+
+
+def _based(frame: pd.DataFrame, piece: Slice) -> pd.DataFrame:
+    units = "seeds and prompts" if len(piece.seeds) > 1 else "prompts"
+    frame["interval"] = f"95% bootstrap over {units}, {piece.resamples} draws"
+    frame["text"] = str(piece.kind)
+    frame["mode"] = piece.mode or ""
+    frame["left_out"] = piece.left_out
+    return frame
+
+
+def _drift(tables: Tables, kind: TextKind | None) -> Slice:
+    return take(tables, preferred(tables, "free", "forced"), kind)
+
+
+def regions_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Attention mass of every region by depth; ``even`` is the share of one key."""
+    piece = _drift(tables, kind)
+    frame = _series(
+        piece, (({"region": r, "unit": "probability"}, piece.cube(r), None) for r in REGIONS)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a depth that no text reaches
+        even = np.nanmean(piece.cube("uniform"), axis=(0, 1, 2))
+    frame["even"] = frame["depth"].map(dict(zip(piece.index, even, strict=True)))
+    return frame
+
+
+def sink_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    frame = regions_data(tables, kind)
+    return frame[frame["region"] == "sink"].reset_index(drop=True)
+
+
+_STATES = {"state_pre": "before the final norm", "feedback": "fed back"}
+
+
+def rms_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Geometric mean RMS by depth, before the final norm and as fed back."""
+    piece = _drift(tables, kind)
+    parts = (({"state": s, "unit": "rms"}, piece.cube(f"log_rms_{s}"), None) for s in _STATES)
+    return _series(piece, parts, transform=np.exp)
+
+
+def acceptance_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Conditional acceptance by depth, pooled over opportunities, with their count."""
+    piece = take(tables, "free", kind)
+    accepted, chances = piece.cube("n_accepted"), piece.cube("n_opportunities")
+    weights = np.nan_to_num(chances)
+    rate = np.divide(accepted, chances, out=np.zeros_like(weights), where=weights > 0)
+    frame = _series(piece, [({"unit": "probability"}, rate, weights)])
+    frame["opportunities"] = weights.sum(axis=(1, 2)).astype(int).ravel()
+    return frame
+
+
+def accuracy_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Top-1 accuracy of the forced chain by depth."""
+    piece = take(tables, "forced", kind)
+    values = piece.cube("n_correct") / piece.cube("n")
+    return _series(piece, [({"unit": "probability"}, values, None)])
+
+
+_LAYER_MEASURES = {"share": "1", "rms_in": "rms", "rms_normed": "rms"}
+
+
+def shares_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Share in the fused input and RMS of every captured state."""
+    piece = take(tables, None, kind, table="fused")
+    frame = _series(
+        piece,
+        (({"measure": m, "unit": u}, piece.cube(m), None) for m, u in _LAYER_MEASURES.items()),
+        x="layer",
+    )
+    boundary = piece.frame.drop_duplicates("layer").set_index("layer")["boundary"]
+    frame.insert(frame.columns.get_loc("layer"), "boundary", frame["layer"].map(boundary))  # type: ignore[arg-type]
+    return frame
+
+
+def table_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+    """Headline numbers by variant, then the effects of the two norms on them."""
+    import pandas as pd
+
+    rows = []
+    for block, numbers in (("variant", summary(tables, kind)), ("effect", effects(tables, kind))):
+        for name, columns in numbers.items():
+            for measure, e in columns.items():
+                rows.append(
+                    {
+                        "block": block,
+                        "variant": name,
+                        "measure": measure,
+                        "value": e.value,
+                        "low": e.low,
+                        "high": e.high,
+                        "unit": e.unit,
+                        "prompts": e.n,
+                        "seeds": e.seeds,
+                        "p": e.p,
+                        "by_seed": " ".join(f"{v:.6g}" for v in e.by_seed),
+                        "note": e.note,
+                    }
+                )
+    piece = _drift(tables, kind)
+    frame = _based(pd.DataFrame(rows), piece)
+    free = frame["measure"].str.startswith("accept")
+    frame.loc[free, "mode"] = "free"
+    frame.loc[frame["measure"].str.startswith("forced"), "mode"] = "forced"
+    return frame
+
+
+# --- drawing ----------------------------------------------------------------------------------
+
+
+def _colour(index: int) -> Any:
+    import matplotlib
+
+    return matplotlib.color_sequences["okabe_ito"][index]
+
+
+def _styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Line properties by variant: the same variant looks the same in every figure."""
+    used: set[tuple[str, str]] = set()
+    spare: Iterator[tuple[int, str, str]] = iter(_SPARE)
+    out = {}
+    groups = frame[["variant", "fusion_norm", "feedback"]].drop_duplicates()
+    for label, *key in groups.itertuples(index=False):
+        norms = (str(key[0]), str(key[1]))
+        if norms in _VARIANTS and norms not in used:
+            used.add(norms)
+            colour, dash, marker = _VARIANTS[norms]
+        else:
+            colour, dash, marker = next(spare)
+        out[str(label)] = _line(colour, dash, marker, hollow=norms[1] == "pre_norm")
+    return out
+
+
+def _line(colour: int, dash: str, marker: str, *, hollow: bool) -> dict[str, Any]:
+    return {
+        "color": _colour(colour),
+        "linestyle": _DASH[dash],
+        "marker": marker,
+        "markerfacecolor": "white" if hollow else _colour(colour),
+        "markeredgewidth": 0.7,
+    }
+
+
+def _draw_lines(
+    ax: Axes, frame: pd.DataFrame, by: str, styles: dict[str, dict[str, Any]], x: str = "depth"
+) -> None:
+    for label, style in styles.items():
+        part = frame[(frame[by] == label) & frame["value"].notna()]
+        if not len(part):
+            continue
+        if part["low"].notna().any():
+            ax.fill_between(
+                part[x], part["low"], part["high"], color=style["color"], alpha=0.18, linewidth=0
+            )
+        ax.plot(part[x], part["value"], label=label, **style)
+
+
+def _depth_axis(ax: Axes, frame: pd.DataFrame, *, label: bool = True) -> None:
+    last = int(frame["depth"].max())
+    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if last / s <= 8)
+    ticks = [1, *range(step, last + 1, step)] if step > 1 else list(range(1, last + 1))
+    ax.set_xticks(ticks)
+    ax.set_xlim(1 - 0.03 * last, last + 0.03 * last)
+    if label:
+        ax.set_xlabel("depth")
+
+
+def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
+    """A vertical line after the last depth that training unrolled."""
+    lengths = sorted({int(t) for t in frame["ttt"].dropna()})
+    for ttt in lengths:
+        if ttt > frame["depth"].max():
+            continue
+        ax.axvline(ttt, color="0.45", linewidth=0.8, zorder=0.5)
+        ax.annotate(
+            f"trained to {ttt}",
+            (ttt, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, -1),
+            textcoords="offset points",
+            va="top",
+            fontsize=6,
+            color="0.35",
+        )
+
+
+def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1 or labels:
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(columns, len(labels)),
+            handlelength=3.2,
+            columnspacing=1.2,
+        )
+
+
+def _sink_axes(ax: Axes, frame: pd.DataFrame) -> None:
+    _draw_lines(ax, frame, "variant", _styles(frame))
+    even = frame.drop_duplicates("depth")
+    ax.plot(even["depth"], even["even"], color="0.6", linewidth=0.8, label="even share of one key")
+    ax.set_ylabel("attention on the sink")
+    ax.set_ylim(bottom=0)
+    _depth_axis(ax, frame)
+
+
+def _rms_axes(ax: Axes, frame: pd.DataFrame, state: str) -> None:
+    part = frame[frame["state"] == state]
+    _draw_lines(ax, part, "variant", _styles(frame))
+    ax.set_yscale("log")
+    _plain_log_ticks(ax)
+    ax.set_ylabel(f"RMS of the state {_STATES[state]}")
+    _depth_axis(ax, part)
+
+
+def _plain_log_ticks(ax: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = ax.get_ylim()
+    decades = np.log10(high / low)
+    subs: Sequence[float] = (1, 2, 5) if decades < 2.5 else (1,)
+    if decades < 0.6:
+        subs = (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+    ax.yaxis.set_major_locator(LogLocator(subs=subs))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _acceptance_axes(ax: Axes, frame: pd.DataFrame) -> None:
+    _draw_lines(ax, frame, "variant", _styles(frame))
+    ax.set_ylabel("conditional acceptance")
+    ax.set_ylim(0, 1)
+    _mark_training(ax, frame)
+    _depth_axis(ax, frame)
+
+
+def _accuracy_axes(ax: Axes, frame: pd.DataFrame) -> None:
+    _draw_lines(ax, frame, "variant", _styles(frame))
+    ax.set_ylabel("forced accuracy")
+    ax.set_ylim(bottom=0)
+    _mark_training(ax, frame)
+    _depth_axis(ax, frame)
+
+
+def _layers_axes(ax: Axes, frame: pd.DataFrame, measure: str) -> None:
+    part = frame[frame["measure"] == measure]
+    styles = _styles(frame)
+    layers = sorted(part["layer"].unique())
+    width = 0.7 / len(styles)
+    for i, (label, style) in enumerate(styles.items()):
+        rows = part[part["variant"] == label]
+        x = rows["layer"].to_numpy(float) + (i - (len(styles) - 1) / 2) * width
+        spread = np.abs(rows[["low", "high"]].to_numpy(float).T - rows["value"].to_numpy(float))
+        ax.errorbar(
+            x,
+            rows["value"],
+            yerr=None if np.isnan(spread).all() else spread,
+            label=label,
+            elinewidth=0.8,
+            capsize=1.5,
+            **{**style, "linestyle": "none"},
+        )
+    if measure == "share":
+        ax.axhline(1 / len(layers), color="0.6", linewidth=0.8)
+        ax.axhline(0, color="0.3", linewidth=0.6)
+        ax.set_ylabel("share of the fused input")
+    else:
+        ax.set_yscale("log")
+        _plain_log_ticks(ax)
+        what = "captured state" if measure == "rms_in" else "captured state after its norm"
+        ax.set_ylabel(f"RMS of the {what}")
+    names = part.drop_duplicates("layer").sort_values("layer")["boundary"]
+    ax.set_xticks(layers, [str(b) for b in names])
+    ax.set_xlabel("boundary (blocks)")
+    ax.grid(axis="x", visible=False)
+
+
+def _single(axes: Callable[[Axes, pd.DataFrame], None]) -> Callable[[Figure, pd.DataFrame], None]:
+    def draw(figure: Figure, frame: pd.DataFrame) -> None:
+        ax = figure.subplots()
+        axes(ax, frame)
+        _legend_below(figure, ax, 2 if figure.get_figwidth() < 5 else 4)
+
+    return draw
+
+
+def _draw_rms(figure: Figure, frame: pd.DataFrame) -> None:
+    narrow = figure.get_figwidth() < 5
+    panels = figure.subplots(2, 1, sharex=True) if narrow else figure.subplots(1, 2)
+    for ax, state in zip(panels, _STATES, strict=True):
+        _rms_axes(ax, frame, state)
+    if narrow:
+        panels[0].set_xlabel("")
+    _legend_below(figure, panels[0], 2 if narrow else 4)
+
+
+def _draw_shares(figure: Figure, frame: pd.DataFrame) -> None:
+    narrow = figure.get_figwidth() < 5
+    panels = figure.subplots(2, 1, sharex=True) if narrow else figure.subplots(1, 2)
+    _layers_axes(panels[0], frame, "share")
+    _layers_axes(panels[1], frame, "rms_in")
+    if narrow:
+        panels[0].set_xlabel("")
+    _legend_below(figure, panels[0], 2 if narrow else 4)
+
+
+def _regions_axes(ax: Axes, frame: pd.DataFrame) -> None:
+    present = frame.groupby("region")["value"].max()
+    styles = {}
+    for region, (name, colour, dash, marker) in _REGION_STYLE.items():
+        if region in present and present[region] > 1e-6:
+            styles[name] = _line(colour, dash, marker, hollow=False)
+    named = frame.assign(region=frame["region"].map({k: v[0] for k, v in _REGION_STYLE.items()}))
+    _draw_lines(ax, named, "region", styles)
+    ax.set_ylim(bottom=0)
+    _depth_axis(ax, frame)
+
+
+def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
+    variants = list(dict.fromkeys(frame["variant"]))
+    narrow = figure.get_figwidth() < 5
+    columns = min(len(variants), 2 if narrow else 4 if len(variants) in (4, 7, 8) else 3)
+    rows = -(-len(variants) // columns)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for i, ax in enumerate(grid.flat):
+        if i >= len(variants):
+            ax.set_visible(False)
+            continue
+        _regions_axes(ax, frame[frame["variant"] == variants[i]])
+        ax.set_title(variants[i])
+        if i % columns == 0:
+            ax.set_ylabel("attention mass")
+        if i + columns < len(variants):
+            ax.set_xlabel("")
+    _legend_below(figure, grid.flat[0], 3 if narrow else 6)
+
+
+def _draw_table(figure: Figure, frame: pd.DataFrame) -> None:
+    columns = list(dict.fromkeys(frame["measure"]))
+    shown = [c for c in columns if "pooled" not in c and c != "accepted drafts"]
+    names = list(dict.fromkeys(zip(frame["block"], frame["variant"], strict=True)))
+    ax = figure.subplots()
+    ax.set_axis_off()
+    left, line = 1.9, 1.0
+    effects_from = next((i for i, (block, _) in enumerate(names) if block == "effect"), len(names))
+    gap = 0.5 if effects_from < len(names) else 0.0
+    bottom = len(names) * line + gap
+    ax.set_xlim(0, left + len(shown))
+    ax.set_ylim(bottom + 0.1, -1.3)
+    heads = [c.replace("forced accuracy", "forced\naccuracy") for c in shown]
+    heads = [h.replace("acceptance length", "acceptance\nlength") for h in heads]
+    heads = [h.replace(", ", ",\n").replace("growth ", "growth\n") for h in heads]
+    heads = [h.replace("own drafts", "own\ndrafts") for h in heads]
+    for j, head in enumerate(heads):
+        ax.text(left + j + 0.5, -0.15, head, ha="center", va="bottom", fontsize=6)
+    for y, weight in ((-1.3, 1.0), (0.0, 0.6), (bottom, 1.0)):
+        ax.axhline(y, color="black", linewidth=weight, clip_on=False)
+    by = frame.set_index(["block", "variant", "measure"])
+    for i, (block, name) in enumerate(names):
+        y = i * line + (gap if i >= effects_from else 0.0)
+        if i == effects_from:
+            ax.axhline(y - gap / 2 + 0.05, color="black", linewidth=0.4)
+        ax.text(0, y + 0.5, _wrapped(name), va="center", fontsize=6)
+        for j, measure in enumerate(shown):
+            if (block, name, measure) not in by.index:
+                continue
+            row = by.loc[(block, name, measure)]
+            e = Estimate(row["value"], row["low"], row["high"], row["prompts"], row["unit"])
+            value, _, interval = e.short.partition(" ")
+            strong = "bold" if block == "effect" and e.differs else "normal"
+            x = left + j + 0.5
+            ax.text(x, y + 0.34, value, ha="center", va="center", fontsize=6.5, fontweight=strong)
+            ax.text(x, y + 0.72, interval, ha="center", va="center", fontsize=4.6, color="0.25")
+
+
+def _wrapped(name: str) -> str:
+    if len(name) <= 22:
+        return name
+    for mark in (" x ", ", ", "+", " "):
+        if mark in name:
+            head, tail = name.split(mark, 1)
+            return f"{head}{mark.rstrip()}\n{tail}"
+    return name
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """A named figure. Calling it with tables gives a matplotlib Figure that pyplot never sees."""
+
+    name: str
+    title: str
+    data: Callable[..., pd.DataFrame]
+    draw: Callable[[Figure, pd.DataFrame], None]
+    width: float
+    height: Callable[[pd.DataFrame, float], float]
+    explains: str
+
+    def __call__(
+        self,
+        tables: RunDirectory | Tables,
+        *,
+        width: float | None = None,
+        kind: TextKind | None = None,
+    ) -> Figure:
+        return self.figure(self.data(load(tables), kind), width=width)
+
+    def figure(self, frame: pd.DataFrame, *, width: float | None = None) -> Figure:
+        """Draw tidy data, e.g. a CSV that was read back."""
+        from matplotlib.figure import Figure
+
+        width = self.width if width is None else width
+        with _style():
+            figure = Figure(figsize=(width, self.height(frame, width)), layout="constrained")
+            self.draw(figure, frame)
+            figure.draw_without_rendering()  # fixes the layout while the style holds
+        return figure
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """What is drawn, over what, with which interval."""
+        texts = ", ".join(dict.fromkeys(frame["text"]))
+        kinds = " and ".join(m for m in dict.fromkeys(frame["mode"]) if m)
+        basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
+        left_out = int(frame["left_out"].max())
+        loops = f"; {left_out} looping text{'s' * (left_out != 1)} left out" if left_out else ""
+        return (
+            f"{self.title}. {self.explains} {basis}, {int(frame['prompts'].max())} prompts x "
+            f"{int(frame['seeds'].max())} seeds{loops}. Interval: {frame['interval'].iloc[0]}."
+        )
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(_RC):
+        yield
+
+
+def _fixed(column: float, page: float) -> Callable[[pd.DataFrame, float], float]:
+    return lambda frame, width: column if width < 5 else page
+
+
+def _regions_height(frame: pd.DataFrame, width: float) -> float:
+    n = frame["variant"].nunique()
+    columns = min(n, 2 if width < 5 else 4 if n in (4, 7, 8) else 3)
+    return 0.55 + (1.3 if width < 5 else 1.6) * -(-n // columns)
+
+
+def _table_height(frame: pd.DataFrame, width: float) -> float:
+    rows = len(frame[["block", "variant"]].drop_duplicates())
+    return 0.5 + 0.3 * rows
+
+
+FIGURES: dict[str, FigureSpec] = {
+    spec.name: spec
+    for spec in (
+        FigureSpec(
+            "regions_by_depth",
+            "Attention by region and depth",
+            regions_data,
+            _draw_regions,
+            PAGE,
+            _regions_height,
+            "Softmax mass of the drafter's query, mean over heads; regions sum to 1.",
+        ),
+        FigureSpec(
+            "sink_by_depth",
+            "Attention on the sink by depth",
+            sink_data,
+            _single(_sink_axes),
+            COLUMN,
+            _fixed(2.5, 2.8),
+            "Grey: what one key would get if attention were even.",
+        ),
+        FigureSpec(
+            "rms_by_depth",
+            "Size of the state by depth",
+            rms_data,
+            _draw_rms,
+            PAGE,
+            _fixed(3.9, 2.5),
+            "Geometric mean of ||x||/sqrt(H), before the final norm and as fed back.",
+        ),
+        FigureSpec(
+            "layer_shares",
+            "Captured states in the fused input",
+            shares_data,
+            _draw_shares,
+            PAGE,
+            _fixed(3.9, 2.5),
+            "Signed share of each captured state in the fused input (grey: even share), and its "
+            "RMS before any norm.",
+        ),
+        FigureSpec(
+            "conditional_acceptance",
+            "Conditional acceptance by depth",
+            acceptance_data,
+            _single(_acceptance_axes),
+            COLUMN,
+            _fixed(2.5, 2.8),
+            "P(draft d accepted | drafts 1..d-1 accepted), pooled over opportunities; the "
+            "vertical line marks the depth that training unrolled to.",
+        ),
+        FigureSpec(
+            "forced_accuracy",
+            "Forced accuracy by depth",
+            accuracy_data,
+            _single(_accuracy_axes),
+            COLUMN,
+            _fixed(2.5, 2.8),
+            "Top-1 accuracy with the text's own tokens as input; the vertical line marks the "
+            "depth that training unrolled to.",
+        ),
+        FigureSpec(
+            "table_2x2",
+            "Fusion norm and feedback apart",
+            table_data,
+            _draw_table,
+            PAGE,
+            _table_height,
+            "Above: means with intervals. Below: main effects and interaction (differences; "
+            "ratios for growth); bold where the interval excludes no effect.",
+        ),
+    )
+}
+
+
+def spec(name: str) -> FigureSpec:
+    """The figure called ``name``. Raises ConfigError with the known names."""
+    if name not in FIGURES:
+        raise ConfigError(f"there is no figure {name!r}", remedy=f"Figures: {', '.join(FIGURES)}.")
+    return FIGURES[name]
+
+
+def available(tables: RunDirectory | Tables) -> dict[str, str]:
+    """Figures by name with the reason why one cannot be drawn, or an empty string."""
+    tables = load(tables)
+    out = {}
+    for name, figure in FIGURES.items():
+        try:
+            frame = figure.data(tables, None)
+            out[name] = "" if frame["value"].notna().any() else "no numbers"
+        except RunError as error:
+            out[name] = error.cause
+    return out
+
+
+def save_figure(
+    run: RunDirectory | Tables,
+    name: str,
+    out: str | Path,
+    *,
+    width: float | None = None,
+    kind: TextKind | None = None,
+) -> dict[str, Path]:
+    """Write ``name`` as PNG (300 dpi), PDF and CSV (exactly what is drawn) into folder ``out``.
+
+    The same tables give the same bytes. Returns the paths by suffix. Raises RunError when
+    the run has no such numbers, ResourceError when the disk is full.
+    """
+    frame = spec(name).data(load(run), kind)
+    return save_frame(name, frame, out, width=width)
+
+
+def save_frame(
+    name: str, frame: pd.DataFrame, out: str | Path, *, width: float | None = None
+) -> dict[str, Path]:
+    """Like :func:`save_figure`, from tidy data."""
+    folder = Path(out)
+    paths = {suffix: folder / f"{name}.{suffix}" for suffix in ("png", "pdf", "csv")}
+    figure = spec(name).figure(frame, width=width)
+    with _style():
+        with atomic_file(paths["png"]) as handle:
+            figure.savefig(handle, format="png", dpi=300, metadata={"Software": None})
+        with atomic_file(paths["pdf"]) as handle:
+            figure.savefig(handle, format="pdf", metadata={"CreationDate": None, "Creator": None})
+    with atomic_file(paths["csv"]) as handle:
+        handle.write(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
+    return paths
+
+
+def save_figures(run: RunDirectory | Tables, out: str | Path) -> dict[str, dict[str, Path]]:
+    """Every figure that the run has numbers for; see :func:`save_figure`."""
+    tables = load(run)
+    names = [name for name, reason in available(tables).items() if not reason]
+    return {name: save_figure(tables, name, out) for name in names}
+
+
+class Plots:
+    """Figures for a notebook: every method draws on ``ax`` and returns it.
+
+    Without ``ax`` the current pyplot axes are used, as in seaborn.
+    """
+
+    def __init__(self, run: RunDirectory | Tables, kind: TextKind | None = None) -> None:
+        self._tables = load(run)
+        self._kind = kind
+
+    def _ax(self, ax: Axes | None) -> Axes:
+        if ax is not None:
+            return ax
+        import matplotlib.pyplot as plt
+
+        return plt.gca()
+
+    def _draw(
+        self,
+        ax: Axes | None,
+        data: Callable[..., pd.DataFrame],
+        draw: Callable[..., None],
+        *args: Any,
+    ) -> Axes:
+        ax = self._ax(ax)
+        draw(ax, data(self._tables, self._kind), *args)
+        ax.legend()
+        return ax
+
+    def sink_by_depth(self, ax: Axes | None = None) -> Axes:
+        return self._draw(ax, sink_data, _sink_axes)
+
+    def rms_by_depth(self, ax: Axes | None = None, *, state: str = "state_pre") -> Axes:
+        """``state`` is ``state_pre`` (before the final norm) or ``feedback``."""
+        if state not in _STATES:
+            raise ConfigError("state must be state_pre or feedback", got=state)
+        return self._draw(ax, rms_data, _rms_axes, state)
+
+    def regions_by_depth(self, ax: Axes | None = None, *, variant: str | None = None) -> Axes:
+        """Regions of one variant, the first of the run by default."""
+
+        def one(tables: Tables, kind: TextKind | None) -> pd.DataFrame:
+            frame = regions_data(tables, kind)
+            names = list(dict.fromkeys(frame["variant"]))
+            chosen = names[0] if variant is None else variant
+            if chosen not in names:
+                raise ConfigError(
+                    "the run has no such variant", got=chosen, remedy=f"It has {', '.join(names)}."
+                )
+            return frame[frame["variant"] == chosen]
+
+        return self._draw(ax, one, _regions_axes)
+
+    def layer_shares(self, ax: Axes | None = None) -> Axes:
+        return self._draw(ax, shares_data, _layers_axes, "share")
+
+    def conditional_acceptance(self, ax: Axes | None = None) -> Axes:
+        return self._draw(ax, acceptance_data, _acceptance_axes)
+
+    def forced_accuracy(self, ax: Axes | None = None) -> Axes:
+        return self._draw(ax, accuracy_data, _accuracy_axes)

@@ -1,0 +1,317 @@
+"""From tables to samples: one kind of text, one mode, groups of cells that differ by seed only.
+
+Text kinds and modes are never mixed; a :class:`Slice` holds one of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from driftlab.errors import DataError, RunError
+from driftlab.results.records import Tables
+from driftlab.results.stats import RESAMPLES, Sample, count
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Mode = Literal["free", "forced"]
+Axis = Literal["trained", "applied"]
+MODES: tuple[Mode, ...] = ("free", "forced")
+TEXTS = ("sampled", "given", "greedy")
+"""Text kinds, the headline's first choice first: greedy text of a small model loops."""
+
+
+@dataclass(frozen=True, order=True)
+class TextKind:
+    """How the measured text was made."""
+
+    text: str
+    temperature: float | None = None
+
+    def __str__(self) -> str:
+        if self.text != "sampled" or self.temperature is None:
+            return f"{self.text} text"
+        return f"sampled text (temperature {self.temperature:g})"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that differ by seed only: one line of a figure, one row of a table."""
+
+    label: str
+    variant: str
+    fusion_norm: str
+    feedback: str
+    residual: str
+    attention_gate: bool
+    ttt: int | None
+    axis: str
+    condition: str
+
+    @property
+    def stratum(self) -> tuple[str, bool, int | None]:
+        """What must agree before fusion norm and feedback may be compared."""
+        return self.residual, self.attention_gate, self.ttt
+
+
+_GROUP_KEYS = ("variant", "ttt", "axis", "condition")
+_FUSION_ORDER = {"none": 0, "per_layer": 1, "concat": 2, "concat_per_layer": 3}
+_FEEDBACK_ORDER = {"pre_norm": 0, "post_norm": 1}
+
+
+def text_kinds(tables: Tables) -> tuple[TextKind, ...]:
+    """Kinds of text in the run, the headline's kind first: sampled, given, greedy; among
+    sampled texts the temperature nearest to 1."""
+    pairs = tables.depths[["text", "temperature"]].drop_duplicates()
+    kinds = {
+        TextKind(t, None if t != "sampled" or math.isnan(h) else float(h))
+        for t, h in zip(pairs["text"], pairs["temperature"], strict=True)
+    }
+    return tuple(sorted(kinds, key=lambda k: (TEXTS.index(k.text), abs((k.temperature or 0) - 1))))
+
+
+def modes(tables: Tables) -> tuple[Mode, ...]:
+    there = set(tables.depths["mode"].unique())
+    return tuple(m for m in MODES if m in there)
+
+
+def resamples(tables: Tables) -> int:
+    """Bootstrap draws that the run's config asks for."""
+    config = tables.manifest.get("config") or {}
+    measure = config.get("measure") or {} if isinstance(config, Mapping) else {}
+    return int(measure.get("bootstrap", RESAMPLES))
+
+
+def groups(tables: Tables, axis: Axis | None = None) -> tuple[tuple[Group, ...], pd.DataFrame]:
+    """Groups of finished cells, and ``cells`` with the number of each cell's group.
+
+    Raises DataError when two cells have the same group and seed.
+    """
+    cells = tables.cells
+    cells = cells[(cells["status"] == "done") & (cells["cell"].isin(tables.depths["cell"]))]
+    if axis is not None:
+        cells = cells[cells["axis"] == axis]
+    cells = cells.copy()
+    cells["ttt"] = cells["ttt"].astype("float64")
+    cells["seed"] = cells["seed"].fillna(0).astype(int)
+    lengths = cells.groupby("variant")["ttt"].nunique(dropna=False)
+    found: dict[tuple[Any, ...], Group] = {}
+    keys = []
+    for row in cells.to_dict("records"):
+        ttt = None if math.isnan(row["ttt"]) else int(row["ttt"])
+        key = tuple(ttt if k == "ttt" else row[k] for k in _GROUP_KEYS)
+        label = row["variant"]
+        if lengths[row["variant"]] > 1:
+            label += f", TTT {ttt}"
+        if row["condition"]:
+            label += f", {row['condition']}"
+        if row["axis"] == "applied":
+            label += " (applied)"
+        keys.append(key)
+        found[key] = Group(
+            label,
+            row["variant"],
+            row["fusion_norm"],
+            row["feedback"],
+            row["residual"],
+            bool(row["attention_gate"]),
+            ttt,
+            row["axis"],
+            row["condition"],
+        )
+    order = sorted(found, key=lambda key: _order(found[key]))
+    cells["group"] = [order.index(key) for key in keys]
+    twice = cells[cells.duplicated(["group", "seed"])]
+    if len(twice):
+        raise DataError(
+            "two cells have the same variant, condition and seed",
+            got=", ".join(twice["cell"]),
+            remedy="Give repeated cells different seeds.",
+        )
+    return tuple(found[key] for key in order), cells
+
+
+def _order(group: Group) -> tuple[Any, ...]:
+    return (
+        group.axis != "trained",
+        group.condition,
+        group.attention_gate,
+        group.residual != "raw",
+        _FEEDBACK_ORDER.get(group.feedback, 9),
+        _FUSION_ORDER.get(group.fusion_norm, 9),
+        group.variant,
+        group.ttt or 0,
+    )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One kind of text and one mode of a run, as dense arrays [group, seed, prompt, index].
+
+    ``index`` is the depth, or the position among the captured states for table ``fused``.
+    ``left_out`` counts looping texts that were left out; when every text loops, none is, and
+    ``note`` says so.
+    """
+
+    kind: TextKind
+    mode: Mode | None
+    groups: tuple[Group, ...]
+    seeds: tuple[int, ...]
+    prompts: tuple[str, ...]
+    index: tuple[int, ...]
+    left_out: int
+    note: str
+    resamples: int
+    frame: pd.DataFrame = field(repr=False)
+    positions: tuple[np.ndarray, ...] = field(repr=False)
+    _cubes: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def basis(self) -> str:
+        """Which rows the numbers come from, in words."""
+        chains = f"{self.mode} chains on {self.kind}" if self.mode else str(self.kind)
+        size = count(len(self.prompts), len(self.seeds))
+        return f"{chains}, {size}" + (f"; {self.note}" if self.note else "")
+
+    def cube(self, column: str) -> np.ndarray:
+        """``column`` as [group, seed, prompt, index], NaN where there is no row."""
+        if column not in self._cubes:
+            sizes = (self.groups, self.seeds, self.prompts, self.index)
+            values = np.full([len(s) for s in sizes], np.nan)
+            values[self.positions] = self.frame[column].to_numpy(dtype=float, na_value=np.nan)
+            self._cubes[column] = values
+        return self._cubes[column]
+
+    def at(self, group: Group, column: str, index: int) -> np.ndarray:
+        """[seed, prompt] of one group at one depth or layer."""
+        return self.cube(column)[self.groups.index(group), :, :, self.index.index(index)]
+
+    # --- samples: one value for each (seed, prompt) ---------------------------------------
+
+    def mean(self, group: Group, column: str, index: int) -> Sample:
+        """``column`` at a depth (or layer), prompts weighted alike."""
+        return Sample(self.at(group, column, index))
+
+    def change(self, group: Group, column: str, start: int, end: int) -> Sample:
+        """``column`` at ``end`` minus at ``start``. For ``log_rms_*`` this is log growth."""
+        return Sample(self.at(group, column, end) - self.at(group, column, start))
+
+    def slope(self, group: Group, column: str) -> Sample:
+        """Least-squares slope of ``column`` over all depths, a depth; NaN where one is missing."""
+        depth = np.asarray(self.index, dtype=float)
+        if len(depth) < 2:
+            raise DataError("a slope needs two depths", got=len(depth))
+        centred = depth - depth.mean()
+        return Sample(self.cube(column)[self.groups.index(group)] @ centred / (centred @ centred))
+
+    def accuracy(self, group: Group, depth: int) -> Sample:
+        """Top-1 accuracy at ``depth``: drafts equal to the text's token / anchors."""
+        return Sample(self.at(group, "n_correct", depth) / self.at(group, "n", depth))
+
+    def conditional(self, group: Group, depth: int) -> Sample:
+        """Conditional acceptance at ``depth``, pooled over opportunities."""
+        return _ratio(self.at(group, "n_accepted", depth), self.at(group, "n_opportunities", depth))
+
+    def accepted_drafts(self, group: Group, *, pooled: bool = False) -> Sample:
+        """Drafts accepted in a round, without the bonus token. A round starts at every anchor.
+
+        Prompts are weighted alike, or by their rounds when ``pooled``.
+        """
+        accepted = self.cube("n_accepted")[self.groups.index(group)]
+        rounds = self.at(group, "n", self.index[0])
+        there = np.isfinite(accepted[:, :, 0])
+        total = np.where(there, np.nansum(accepted, axis=2), np.nan)
+        with np.errstate(invalid="ignore"):
+            return Sample(total / rounds, np.nan_to_num(rounds) if pooled else None)
+
+    @cached_property
+    def strata(self) -> dict[tuple[str, bool, int | None], dict[tuple[str, str], Group]]:
+        """Trained, unperturbed groups by what must agree, then by (fusion norm, feedback)."""
+        out: dict[tuple[str, bool, int | None], dict[tuple[str, str], Group]] = {}
+        for group in self.groups:
+            if group.axis == "trained" and not group.condition:
+                out.setdefault(group.stratum, {})[group.fusion_norm, group.feedback] = group
+        return out
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> Sample:
+    there = np.isfinite(numerator) & np.isfinite(denominator)
+    weights = np.where(there, denominator, 0.0)
+    values = np.divide(numerator, denominator, out=np.zeros_like(weights), where=weights > 0)
+    return Sample(np.where(there, values, np.nan), weights)
+
+
+def take(
+    tables: Tables,
+    mode: Mode | None,
+    kind: TextKind | None = None,
+    *,
+    table: Literal["depths", "fused"] = "depths",
+    axis: Axis | None = None,
+) -> Slice:
+    """The rows of one mode and one kind of text (the headline's kind by default).
+
+    Raises RunError when there are none.
+    """
+    if not len(tables.depths):
+        raise RunError("the run holds no measurements", remedy="Measure at least one prompt.")
+    kind = kind or text_kinds(tables)[0]
+    all_groups, cells = groups(tables, axis)
+    frame = getattr(tables, table)
+    frame = frame[frame["text"] == kind.text]
+    if mode is not None:
+        frame = frame[frame["mode"] == mode]
+    if kind.temperature is not None and "temperature" in frame:
+        frame = frame[np.isclose(frame["temperature"].to_numpy(float), kind.temperature)]
+    frame = frame[frame["cell"].isin(cells["cell"])]
+    if not len(frame):
+        what = " ".join(filter(None, (mode, "chains on" if mode else "", str(kind))))
+        raise RunError(
+            f"the run has no finished cell with {what}", remedy="See the run's table cells."
+        )
+    frame, left_out, note = _without_loops(frame, tables.prompts, kind)
+    by_cell = cells.set_index("cell")
+    seeds = tuple(sorted(by_cell.loc[frame["cell"].unique(), "seed"].unique().tolist()))
+    prompts = tuple(sorted(frame["prompt"].unique()))
+    key = "depth" if table == "depths" else "layer"
+    index = tuple(sorted(frame[key].unique().tolist()))
+    shown = sorted(by_cell.loc[frame["cell"].unique(), "group"].unique().tolist())
+    positions = (
+        np.searchsorted(shown, frame["cell"].map(by_cell["group"]).to_numpy(int)),
+        np.searchsorted(seeds, frame["cell"].map(by_cell["seed"]).to_numpy(int)),
+        np.searchsorted(np.array(prompts, object), frame["prompt"].to_numpy(object)),
+        np.searchsorted(index, frame[key].to_numpy(int)),
+    )
+    return Slice(
+        kind,
+        mode,
+        tuple(all_groups[g] for g in shown),
+        seeds,
+        prompts,
+        index,
+        left_out,
+        note,
+        resamples(tables),
+        frame,
+        positions,
+    )
+
+
+def _without_loops(
+    frame: pd.DataFrame, prompts: pd.DataFrame, kind: TextKind
+) -> tuple[pd.DataFrame, int, str]:
+    """Degeneracy rule: looping texts flatter every drafter and are left out, and counted."""
+    looping = set(prompts.loc[(prompts["text"] == kind.text) & prompts["loops"], "prompt"])
+    looping &= set(frame["prompt"])
+    if not looping:
+        return frame, 0, ""
+    kept = frame[~frame["prompt"].isin(looping)]
+    if not len(kept):
+        return frame, 0, f"all {len(looping)} texts loop and none could be left out"
+    return kept, len(looping), f"{len(looping)} looping text{'s' * (len(looping) > 1)} left out"
