@@ -15,10 +15,11 @@ from torch import Tensor
 
 from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError
+from driftlab.models.checkpoints.dialects import NATIVE_KEY
 from driftlab.models.checkpoints.read import CONFIG, Files
+from driftlab.models.checkpoints.resolve import expected_shapes
 from driftlab.models.drafter import Drafter
 
-KEY = "driftlab_drafter"
 VERSION = 1
 _PROVENANCE = TypeAdapter(Provenance)
 
@@ -31,7 +32,7 @@ def file_hash(path: Path) -> str:
 def to_native(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config (without the hash of the weights) and tensors of the native layout."""
     config = {
-        KEY: VERSION,
+        NATIVE_KEY: VERSION,
         "variant": drafter.config.variant,
         "config": drafter.config.model_dump(mode="json"),
         "provenance": _PROVENANCE.dump_python(drafter.provenance, mode="json"),
@@ -48,10 +49,10 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
         the config was written with.
     """
     where = files.folder / CONFIG
-    if files.config[KEY] != VERSION:
+    if files.config[NATIVE_KEY] != VERSION:
         raise CheckpointError(
             f"{where}: unknown version of driftlab's layout",
-            got=files.config[KEY],
+            got=files.config[NATIVE_KEY],
             remedy=f"This driftlab reads version {VERSION}.",
         )
     try:
@@ -72,3 +73,19 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
             remedy="The weights are damaged or were exchanged; write the drafter again.",
         )
     return config, provenance
+
+
+def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
+    """The vocabulary map, after every tensor was found to have its name and shape."""
+    fields = {name: getattr(config, name) for name in DrafterConfig.model_fields}
+    want = dict(expected_shapes(fields, len(config.boundaries)))
+    want["draft_to_target"] = (config.draft_vocab_size,)
+    have = {name: tuple(tensor.shape) for name, tensor in files.tensors.items()}
+    if have != want:
+        odd = sorted(n for n in have.keys() | want.keys() if have.get(n) != want.get(n))
+        raise CheckpointError(
+            f"{files.folder / files.weights}: tensors do not fit the config",
+            got="; ".join(f"{n} {have.get(n)}, expected {want.get(n)}" for n in odd[:6]),
+            remedy="Write the drafter again with save_drafter.",
+        )
+    return files.tensors["draft_to_target"]

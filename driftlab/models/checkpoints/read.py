@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,7 +40,7 @@ class Files:
     tensors: dict[str, Tensor]
     weights: str  # the file or index that was read
     revision: str | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def read_files(source: str | Path, *, revision: str | None = None) -> Files:
