@@ -19,11 +19,11 @@ from driftlab.models.checkpoints.fields import Ledger
 from driftlab.models.checkpoints.read import Files, read_files
 from driftlab.models.checkpoints.resolve import (
     Resolved,
-    TargetLike,
     check_overrides,
-    only_padding,
     resolve,
 )
+from driftlab.models.checkpoints.sheet import TargetLike
+from driftlab.models.checkpoints.vocabulary import only_padding
 from driftlab.models.drafter import Drafter
 
 

@@ -17,7 +17,7 @@ from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError
 from driftlab.models.checkpoints.dialects import NATIVE_KEY
 from driftlab.models.checkpoints.read import CONFIG, Files
-from driftlab.models.checkpoints.resolve import expected_shapes
+from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
 
 VERSION = 1

@@ -267,13 +267,11 @@ def _as_trained(
             {},
         )
     if dialect is Dialect.automodel and mla and kind.value == "yarn":
-        if limit <= parameters["original_max_position_embeddings"]:
+        original = parameters["original_max_position_embeddings"]
+        if limit <= original:
             ledger.note("Automodel applies yarn only past the original length; default was taken")
-            return (
-                Sourced(value="default", origin=Origin.derived, where="Automodel's low-rank yarn"),
-                theta,
-                {},
-            )
+            where = f"Automodel's low-rank yarn within {original} positions"
+            return Sourced(value="default", origin=Origin.derived, where=where), theta, {}
     if kind.value == "yarn" and (own or mla) and {"mscale", "mscale_all_dim"} & set(parameters):
         parameters = dict(parameters)
         factor = parameters["factor"]

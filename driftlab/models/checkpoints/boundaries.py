@@ -1,0 +1,126 @@
+"""Which residual streams are captured: section 2 of the checkpoint reference."""
+
+from __future__ import annotations
+
+from driftlab.config import Origin
+from driftlab.errors import CheckpointError, ConfigError, ContractError
+from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
+from driftlab.models.checkpoints.fields import Fields
+from driftlab.models.checkpoints.sheet import Sheet
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def layer_ids(fields: Fields) -> list[int] | None:
+    """The list as it is written; None when it is absent, null or empty."""
+    ids = fields.data.get(IDS)
+    if ids is None or ids == []:
+        return None
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise CheckpointError(f"{fields.where}: {IDS} is no list of integers", got=repr(ids))
+    return ids
+
+
+def resolve_boundaries(sheet: Sheet, states: int, hidden: int) -> tuple[int, ...] | None:
+    ledger = sheet.ledger
+    n = sheet.target.n_layers if sheet.target is not None else None
+    if sheet.given is not None:
+        ids = tuple(sorted(sheet.given))
+        if states != len(ids):
+            raise ContractError(f"the drafter captures {states} state(s)", got=f"boundaries {ids}")
+        _inside(sheet, ids, n, "the argument boundaries")
+        return ledger.put("boundaries", ids, Origin.read, "argument")
+    if states == 0:
+        return ledger.derived("boundaries", (), "no fc: the target's post-final-norm state")
+    exported = sheet.top.child(EXPORT_KEY).data.get("boundaries")
+    if exported is not None:
+        if not isinstance(exported, list) or any(type(i) is not int for i in exported):
+            raise CheckpointError(f"{EXPORT_KEY}.boundaries is no list of integers", got=exported)
+        ids = tuple(exported)
+        _inside(sheet, ids, n, f"{EXPORT_KEY}.boundaries")
+        return ledger.put("boundaries", ids, Origin.read, f"{EXPORT_KEY}.boundaries")
+    top, nested = layer_ids(sheet.top), layer_ids(sheet.eagle)
+    if top is None and nested is None:
+        return _default(sheet, states, n)
+    return _listed(sheet, top, nested, n)
+
+
+def _listed(
+    sheet: Sheet, top: list[int] | None, nested: list[int] | None, n: int | None
+) -> tuple[int, ...]:
+    ledger = sheet.ledger
+    written = top if top is not None else nested or []
+    if written != sorted(set(written)):
+        ledger.note(f"{IDS} {written} was sorted; states are concatenated ascending")
+    ids = sorted(set(written))
+    convention, origin, why = _convention(sheet, top, nested)
+    if convention == "output" and n is not None and ids[-1] == n:
+        convention, origin = "entry", Origin.derived
+        why = f"{ids} counted as blocks leaves the target's {n} layers"
+    ledger.put("boundary_convention", convention, origin, why)
+    convention = ledger["boundary_convention"]
+    if convention not in {"entry", "output"}:
+        raise ConfigError("boundary_convention is entry or output", got=convention)
+    shift = 1 if convention == "output" else 0
+    found = tuple(i + shift for i in ids)
+    if origin is Origin.assumed and not ledger.overridden("boundary_convention"):
+        other = tuple(i + 1 - shift for i in ids)
+        ledger.note(
+            f"{IDS} {ids} was read as boundaries {found} ({why}); "
+            f"the text alone would also allow {other}"
+        )
+    _inside(sheet, found, n, IDS)
+    origin = ledger.provenance["boundary_convention"].origin
+    return ledger.put("boundaries", found, origin, f"{IDS} {ids}, convention {convention}")
+
+
+def _convention(
+    sheet: Sheet, top: list[int] | None, nested: list[int] | None
+) -> tuple[str, Origin, str]:
+    """Section 2.3: what an id means depends on where it stands and who wrote it."""
+    if top is not None:
+        if nested is not None and top != nested:
+            sheet.ledger.conflict(
+                f"{IDS} at top level {top} and in eagle_config {nested} differ; the first was taken"
+            )
+        known = sheet.dialect is Dialect.speculators or nested == top
+        return "entry", Origin.read if known else Origin.assumed, "list at top level"
+    ids = sheet.traits.ids
+    decisive = sheet.ledger.provenance["dialect"].origin is not Origin.assumed and (
+        sheet.dialect in {Dialect.torchspec_gqa, Dialect.torchspec_mla, Dialect.specforge}
+        or sheet.traits.fixed_ids
+    )
+    origin = Origin.derived if decisive else Origin.assumed
+    return ids, origin, f"list in eagle_config, {sheet.dialect}"
+
+
+def _default(sheet: Sheet, states: int, n: int | None) -> tuple[int, ...] | None:
+    if n is None:
+        sheet.pending = ContractError(
+            "the config names no captured layers, and the default depends on the target",
+            got=f"fc with {states} state(s)",
+            remedy="Give the target, or boundaries=.",
+        )
+        return None
+    ids = tuple(sorted({2, n // 2, n - 3}))
+    if len(ids) != states or ids[0] < 0:
+        raise ContractError(
+            f"the config names no captured layers, and the default {ids} of a target with "
+            f"{n} layers does not fit",
+            got=f"fc with {states} state(s)",
+            remedy="Give boundaries=.",
+        )
+    origin = Origin.derived if sheet.traits.fixed_ids else Origin.assumed
+    return sheet.ledger.put(
+        "boundaries", ids, origin, f"none named, default (2, n//2, n-3) with n = {n}"
+    )
+
+
+def _inside(sheet: Sheet, ids: tuple[int, ...], n: int | None, place: str) -> None:
+    bad = [i for i in ids if i < 0 or (n is not None and i > n)]
+    if bad or len(set(ids)) != len(ids):
+        raise ContractError(
+            f"{place}: {bad[0] if bad else ids} is not one of 0..{n or 'n'}, each once",
+            got=f"boundaries {ids}",
+            remedy="Give the drafter's own target, or boundaries=.",
+        )
