@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -367,6 +368,18 @@ ACCURACY_DEPTHS = (1, 4, 8, 16)
 _EFFECT_NAMES = {"feedback": "post-norm feedback"}
 
 
+def _accuracy(piece: Slice, depth: int, group: Group) -> Sample:
+    return piece.accuracy(group, depth)
+
+
+def _change(piece: Slice, column: str, start: int, end: int, group: Group) -> Sample:
+    return piece.change(group, column, start, end)
+
+
+def _mean(piece: Slice, column: str, index: int, group: Group) -> Sample:
+    return piece.mean(group, column, index)
+
+
 def _columns(tables: Tables, kind: TextKind | None) -> list[_Measure]:
     """Headline numbers, in the order of the table."""
     there = modes(tables)
@@ -399,17 +412,17 @@ def _columns(tables: Tables, kind: TextKind | None) -> list[_Measure]:
     if "forced" in there:
         forced = take(tables, "forced", kind)
         for depth in (d for d in ACCURACY_DEPTHS if d in forced.index):
-            add(f"forced accuracy @{depth}", forced, lambda g, d=depth: forced.accuracy(g, d))
+            add(f"forced accuracy @{depth}", forced, partial(_accuracy, forced, depth))
     if last > first:
         for name, column in (("state", "state_pre"), ("fed back", "feedback")):
             add(
                 f"growth {first}-{paper}, {name}",
                 drift,
-                lambda g, c=column: drift.change(g, f"log_rms_{c}", first, paper),
+                partial(_change, drift, f"log_rms_{column}", first, paper),
                 ratio=True,
             )
     for depth in dict.fromkeys((first, last)):
-        add(f"sink @{depth}", drift, lambda g, d=depth: drift.mean(g, "sink", d))
+        add(f"sink @{depth}", drift, partial(_mean, drift, "sink", depth))
     if last > first:
         add(f"own drafts @{last}", drift, lambda g: drift.mean(g, "draft_mass", last))
     return out

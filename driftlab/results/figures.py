@@ -12,17 +12,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlab.errors import ConfigError, RunError
+from driftlab.errors import ConfigError
 from driftlab.results.answers import effects, load, preferred, summary
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import atomic_file
-from driftlab.results.slices import Slice, TextKind, take
+from driftlab.results.slices import Slice, TextKind, modes, take
 from driftlab.results.stats import Estimate, bands
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 COLUMN, PAGE = 3.3, 6.9
 """Widths in inches of one and of two columns of a paper."""
 
-_RC: dict[str, Any] = {
+FEWEST = 10
+"""Conditional acceptance is n/a below this many opportunities."""
+
+_RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same on every machine
     "font.size": 7,
@@ -62,7 +66,7 @@ _RC: dict[str, Any] = {
 }
 
 # index into Okabe and Ito's colours, dash, marker. Hollow markers: the state is fed back raw.
-_ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE, _BLACK = range(8)
+_BLACK, _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE = range(8)
 _DASH: dict[str, Any] = {
     "dot": (0, (1, 1)),
     "dash": (0, (4, 1.5)),
@@ -174,7 +178,7 @@ def sink_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
     return frame[frame["region"] == "sink"].reset_index(drop=True)
 
 
-_STATES = {"state_pre": "before the final norm", "feedback": "fed back"}
+_STATES = {"state_pre": "before the final norm", "feedback": "as fed back"}
 
 
 def rms_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
@@ -192,6 +196,8 @@ def acceptance_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFram
     rate = np.divide(accepted, chances, out=np.zeros_like(weights), where=weights > 0)
     frame = _series(piece, [({"unit": "probability"}, rate, weights)])
     frame["opportunities"] = weights.sum(axis=(1, 2)).astype(int).ravel()
+    few = frame["opportunities"] < FEWEST
+    frame.loc[few, ["value", "low", "high"]] = np.nan
     return frame
 
 
@@ -302,9 +308,8 @@ def _draw_lines(
 
 def _depth_axis(ax: Axes, frame: pd.DataFrame, *, label: bool = True) -> None:
     last = int(frame["depth"].max())
-    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if last / s <= 8)
-    ticks = [1, *range(step, last + 1, step)] if step > 1 else list(range(1, last + 1))
-    ax.set_xticks(ticks)
+    step = next(s for s in (1, 4, 8, 16, 32, 64, 128) if last / s <= 8)
+    ax.set_xticks([1, *range(step if step > 1 else 2, last + 1, step)])
     ax.set_xlim(1 - 0.03 * last, last + 0.03 * last)
     if label:
         ax.set_xlabel("depth")
@@ -329,17 +334,62 @@ def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
         )
 
 
+def _panels(
+    figure: Figure,
+    rows: int,
+    columns: int,
+    *,
+    legend: int,
+    shared: bool = False,
+    titles: bool = False,
+) -> np.ndarray:
+    """Axes [rows, columns] with room in inches for labels and ``legend`` rows of a legend.
+
+    Margins are fixed, not fitted: fitting takes longer than drawing, and fixed frames line up
+    from figure to figure.
+    """
+    width, height = figure.get_size_inches()
+    left, right, top = 0.46, 0.08, 0.22 if titles else 0.07
+    bottom = 0.36 + 0.13 * legend
+    across = (width - left - right) / columns
+    wspace, hspace = (0.12, 0.12) if shared else (0.5, 0.12)
+    hspace += 0.18 if titles else 0.0
+    down = (height - bottom - top) / rows
+    axes: np.ndarray = figure.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        sharex=True,
+        sharey=shared,
+        gridspec_kw={
+            "left": left / width,
+            "right": 1 - right / width,
+            "bottom": bottom / height,
+            "top": 1 - top / height,
+            "wspace": wspace / (across - wspace * (columns - 1) / columns),
+            "hspace": hspace / (down - hspace * (rows - 1) / rows),
+        },
+    )
+    return axes
+
+
+def _legend_rows(entries: int, figure: Figure, narrow: int, wide: int) -> tuple[int, int]:
+    columns = min(entries, narrow if figure.get_figwidth() < 5 else wide)
+    return -(-entries // columns), columns
+
+
 def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1 or labels:
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=min(columns, len(labels)),
-            handlelength=3.2,
-            columnspacing=1.2,
-        )
+    figure.legend(
+        handles,
+        labels,
+        loc="lower center",
+        ncols=columns,
+        handlelength=3.2,
+        columnspacing=1.2,
+        labelspacing=0.25,
+        borderaxespad=0.1,
+    )
 
 
 def _sink_axes(ax: Axes, frame: pd.DataFrame) -> None:
@@ -356,7 +406,7 @@ def _rms_axes(ax: Axes, frame: pd.DataFrame, state: str) -> None:
     _draw_lines(ax, part, "variant", _styles(frame))
     ax.set_yscale("log")
     _plain_log_ticks(ax)
-    ax.set_ylabel(f"RMS of the state {_STATES[state]}")
+    ax.set_ylabel(f"RMS {_STATES[state]}")
     _depth_axis(ax, part)
 
 
@@ -422,33 +472,35 @@ def _layers_axes(ax: Axes, frame: pd.DataFrame, measure: str) -> None:
     ax.grid(axis="x", visible=False)
 
 
-def _single(axes: Callable[[Axes, pd.DataFrame], None]) -> Callable[[Figure, pd.DataFrame], None]:
+def _single(
+    axes: Callable[[Axes, pd.DataFrame], None], extra: int = 0
+) -> Callable[[Figure, pd.DataFrame], None]:
     def draw(figure: Figure, frame: pd.DataFrame) -> None:
-        ax = figure.subplots()
+        rows, columns = _legend_rows(frame["variant"].nunique() + extra, figure, 2, 5)
+        ax = _panels(figure, 1, 1, legend=rows)[0, 0]
         axes(ax, frame)
-        _legend_below(figure, ax, 2 if figure.get_figwidth() < 5 else 4)
+        _legend_below(figure, ax, columns)
 
     return draw
 
 
-def _draw_rms(figure: Figure, frame: pd.DataFrame) -> None:
-    narrow = figure.get_figwidth() < 5
-    panels = figure.subplots(2, 1, sharex=True) if narrow else figure.subplots(1, 2)
-    for ax, state in zip(panels, _STATES, strict=True):
-        _rms_axes(ax, frame, state)
-    if narrow:
-        panels[0].set_xlabel("")
-    _legend_below(figure, panels[0], 2 if narrow else 4)
+def _pair(
+    left: Callable[[Axes, pd.DataFrame], None], right: Callable[[Axes, pd.DataFrame], None]
+) -> Callable[[Figure, pd.DataFrame], None]:
+    """Two panels side by side, or one above the other in one column."""
 
+    def draw(figure: Figure, frame: pd.DataFrame) -> None:
+        rows, columns = _legend_rows(frame["variant"].nunique(), figure, 2, 4)
+        narrow = figure.get_figwidth() < 5
+        panels = _panels(figure, *((2, 1) if narrow else (1, 2)), legend=rows).ravel()
+        left(panels[0], frame)
+        right(panels[1], frame)
+        if narrow:
+            panels[0].set_xlabel("")
+            panels[0].tick_params(labelbottom=False)
+        _legend_below(figure, panels[0], columns)
 
-def _draw_shares(figure: Figure, frame: pd.DataFrame) -> None:
-    narrow = figure.get_figwidth() < 5
-    panels = figure.subplots(2, 1, sharex=True) if narrow else figure.subplots(1, 2)
-    _layers_axes(panels[0], frame, "share")
-    _layers_axes(panels[1], frame, "rms_in")
-    if narrow:
-        panels[0].set_xlabel("")
-    _legend_below(figure, panels[0], 2 if narrow else 4)
+    return draw
 
 
 def _regions_axes(ax: Axes, frame: pd.DataFrame) -> None:
@@ -463,38 +515,46 @@ def _regions_axes(ax: Axes, frame: pd.DataFrame) -> None:
     _depth_axis(ax, frame)
 
 
+def _region_columns(variants: int, width: float) -> int:
+    return min(variants, 2 if width < 5 else 4 if variants in (4, 7, 8) else 3)
+
+
 def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
     variants = list(dict.fromkeys(frame["variant"]))
-    narrow = figure.get_figwidth() < 5
-    columns = min(len(variants), 2 if narrow else 4 if len(variants) in (4, 7, 8) else 3)
-    rows = -(-len(variants) // columns)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    columns = _region_columns(len(variants), figure.get_figwidth())
+    legend, legend_columns = _legend_rows(5, figure, 3, 6)
+    grid = _panels(
+        figure, -(-len(variants) // columns), columns, legend=legend, shared=True, titles=True
+    )
     for i, ax in enumerate(grid.flat):
         if i >= len(variants):
             ax.set_visible(False)
             continue
         _regions_axes(ax, frame[frame["variant"] == variants[i]])
-        ax.set_title(variants[i])
+        ax.set_title(variants[i], pad=3)
         if i % columns == 0:
             ax.set_ylabel("attention mass")
         if i + columns < len(variants):
             ax.set_xlabel("")
-    _legend_below(figure, grid.flat[0], 3 if narrow else 6)
+    _legend_below(figure, grid.flat[0], legend_columns)
 
 
 def _draw_table(figure: Figure, frame: pd.DataFrame) -> None:
     columns = list(dict.fromkeys(frame["measure"]))
     shown = [c for c in columns if "pooled" not in c and c != "accepted drafts"]
+    if figure.get_figwidth() < 5:
+        deepest = [c for c in shown if c.startswith("forced")][-1:]
+        shown = [c for c in shown if c.endswith(("length", ", state")) or c in deepest]
     names = list(dict.fromkeys(zip(frame["block"], frame["variant"], strict=True)))
-    ax = figure.subplots()
+    ax = figure.add_axes((0.01, 0.01, 0.98, 0.98))
     ax.set_axis_off()
-    left, line = 1.9, 1.0
+    left, line = (1.9, 1.0) if figure.get_figwidth() > 5 else (1.5, 1.0)
     effects_from = next((i for i, (block, _) in enumerate(names) if block == "effect"), len(names))
     gap = 0.5 if effects_from < len(names) else 0.0
     bottom = len(names) * line + gap
     ax.set_xlim(0, left + len(shown))
     ax.set_ylim(bottom + 0.1, -1.3)
-    heads = [c.replace("forced accuracy", "forced\naccuracy") for c in shown]
+    heads = [c.replace("forced accuracy ", "forced\naccuracy\n") for c in shown]
     heads = [h.replace("acceptance length", "acceptance\nlength") for h in heads]
     heads = [h.replace(", ", ",\n").replace("growth ", "growth\n") for h in heads]
     heads = [h.replace("own drafts", "own\ndrafts") for h in heads]
@@ -502,16 +562,16 @@ def _draw_table(figure: Figure, frame: pd.DataFrame) -> None:
         ax.text(left + j + 0.5, -0.15, head, ha="center", va="bottom", fontsize=6)
     for y, weight in ((-1.3, 1.0), (0.0, 0.6), (bottom, 1.0)):
         ax.axhline(y, color="black", linewidth=weight, clip_on=False)
-    by = frame.set_index(["block", "variant", "measure"])
+    rows = {(r["block"], r["variant"], r["measure"]): r for r in frame.to_dict("records")}
     for i, (block, name) in enumerate(names):
         y = i * line + (gap if i >= effects_from else 0.0)
         if i == effects_from:
             ax.axhline(y - gap / 2 + 0.05, color="black", linewidth=0.4)
         ax.text(0, y + 0.5, _wrapped(name), va="center", fontsize=6)
         for j, measure in enumerate(shown):
-            if (block, name, measure) not in by.index:
+            row = rows.get((block, name, measure))
+            if row is None:
                 continue
-            row = by.loc[(block, name, measure)]
             e = Estimate(row["value"], row["low"], row["high"], row["prompts"], row["unit"])
             value, _, interval = e.short.partition(" ")
             strong = "bold" if block == "effect" and e.differs else "normal"
@@ -541,6 +601,7 @@ class FigureSpec:
     width: float
     height: Callable[[pd.DataFrame, float], float]
     explains: str
+    needs: str = ""  # a mode, or a table
 
     def __call__(
         self,
@@ -557,9 +618,8 @@ class FigureSpec:
 
         width = self.width if width is None else width
         with _style():
-            figure = Figure(figsize=(width, self.height(frame, width)), layout="constrained")
+            figure = Figure(figsize=(width, self.height(frame, width)))
             self.draw(figure, frame)
-            figure.draw_without_rendering()  # fixes the layout while the style holds
         return figure
 
     def caption(self, frame: pd.DataFrame) -> str:
@@ -589,8 +649,7 @@ def _fixed(column: float, page: float) -> Callable[[pd.DataFrame, float], float]
 
 def _regions_height(frame: pd.DataFrame, width: float) -> float:
     n = frame["variant"].nunique()
-    columns = min(n, 2 if width < 5 else 4 if n in (4, 7, 8) else 3)
-    return 0.55 + (1.3 if width < 5 else 1.6) * -(-n // columns)
+    return 0.75 + (1.3 if width < 5 else 1.5) * -(-n // _region_columns(n, width))
 
 
 def _table_height(frame: pd.DataFrame, width: float) -> float:
@@ -614,7 +673,7 @@ FIGURES: dict[str, FigureSpec] = {
             "sink_by_depth",
             "Attention on the sink by depth",
             sink_data,
-            _single(_sink_axes),
+            _single(_sink_axes, extra=1),
             COLUMN,
             _fixed(2.5, 2.8),
             "Grey: what one key would get if attention were even.",
@@ -623,7 +682,7 @@ FIGURES: dict[str, FigureSpec] = {
             "rms_by_depth",
             "Size of the state by depth",
             rms_data,
-            _draw_rms,
+            _pair(partial(_rms_axes, state="state_pre"), partial(_rms_axes, state="feedback")),
             PAGE,
             _fixed(3.9, 2.5),
             "Geometric mean of ||x||/sqrt(H), before the final norm and as fed back.",
@@ -632,11 +691,12 @@ FIGURES: dict[str, FigureSpec] = {
             "layer_shares",
             "Captured states in the fused input",
             shares_data,
-            _draw_shares,
+            _pair(partial(_layers_axes, measure="share"), partial(_layers_axes, measure="rms_in")),
             PAGE,
             _fixed(3.9, 2.5),
             "Signed share of each captured state in the fused input (grey: even share), and its "
             "RMS before any norm.",
+            needs="fused",
         ),
         FigureSpec(
             "conditional_acceptance",
@@ -645,8 +705,9 @@ FIGURES: dict[str, FigureSpec] = {
             _single(_acceptance_axes),
             COLUMN,
             _fixed(2.5, 2.8),
-            "P(draft d accepted | drafts 1..d-1 accepted), pooled over opportunities; the "
-            "vertical line marks the depth that training unrolled to.",
+            f"P(draft d accepted | drafts 1..d-1 accepted), pooled over opportunities, n/a below "
+            f"{FEWEST} of them; the vertical line marks the depth that training unrolled to.",
+            needs="free",
         ),
         FigureSpec(
             "forced_accuracy",
@@ -657,6 +718,7 @@ FIGURES: dict[str, FigureSpec] = {
             _fixed(2.5, 2.8),
             "Top-1 accuracy with the text's own tokens as input; the vertical line marks the "
             "depth that training unrolled to.",
+            needs="forced",
         ),
         FigureSpec(
             "table_2x2",
@@ -682,14 +744,17 @@ def spec(name: str) -> FigureSpec:
 def available(tables: RunDirectory | Tables) -> dict[str, str]:
     """Figures by name with the reason why one cannot be drawn, or an empty string."""
     tables = load(tables)
-    out = {}
-    for name, figure in FIGURES.items():
-        try:
-            frame = figure.data(tables, None)
-            out[name] = "" if frame["value"].notna().any() else "no numbers"
-        except RunError as error:
-            out[name] = error.cause
-    return out
+    there = {*modes(tables), *(("fused",) if len(tables.fused) else ())}
+    return {
+        name: ""
+        if not f.needs or f.needs in there
+        else f"the run has no {f.needs} {_kind(f.needs)}"
+        for name, f in FIGURES.items()
+    }
+
+
+def _kind(need: str) -> str:
+    return "inputs" if need == "fused" else "chains"
 
 
 def save_figure(

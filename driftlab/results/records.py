@@ -22,7 +22,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -56,7 +56,7 @@ _OURS = {"manifest.json", "lock", "shards", "rows"}
 Role = Literal["owner", "worker", "reader"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tables:
     """The small tables of a run in memory; what statistics, figures and reports read."""
 
@@ -66,6 +66,8 @@ class Tables:
     prompts: pd.DataFrame
     cells: pd.DataFrame
     manifest: Mapping[str, Any]
+    cache: dict[object, Any] = field(default_factory=dict, repr=False)
+    """What readers derive from the tables and want to keep as long as they live."""
 
 
 def config_hash(config: object, inputs: object = None) -> str:
@@ -314,6 +316,16 @@ class RunDirectory:
         Nullable counts and flags have pandas' nullable types. Raises RunError when the run is
         not finished or the file is damaged.
         """
+        return self._read(name, columns, filters)
+
+    def _read(
+        self,
+        name: str,
+        columns: Sequence[str] | None = None,
+        filters: Any = None,
+        *,
+        categories: bool = False,
+    ) -> pd.DataFrame:
         if name not in TABLES:
             raise RunError(f"there is no table {name!r}", remedy=f"Tables: {', '.join(TABLES)}.")
         path = self.path / f"{name}.parquet"
@@ -337,7 +349,7 @@ class RunDirectory:
                 got=str(error).splitlines()[0],
                 remedy="Run the same command again: the tables are rebuilt from finished pieces.",
             ) from None
-        return _to_pandas(table)
+        return _to_pandas(table, categories)
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -364,8 +376,9 @@ class RunDirectory:
         return self.table("cells")
 
     def tables(self) -> Tables:
-        """The small tables and the manifest, read once."""
-        return Tables(**{name: self.table(name) for name in SMALL}, manifest=self.manifest)
+        """The small tables and the manifest, read once; text columns are categorical."""
+        frames: dict[str, Any] = {name: self._read(name, categories=True) for name in SMALL}
+        return Tables(**frames, manifest=self.manifest)
 
 
 def _reopen(path: Path, role: Role) -> RunDirectory:
@@ -464,7 +477,7 @@ def _write_parquet(path: Path, name: str, parts: Iterable[pa.Table]) -> int:
     return rows
 
 
-def _to_pandas(table: pa.Table) -> pd.DataFrame:
+def _to_pandas(table: pa.Table, categories: bool) -> pd.DataFrame:
     import pandas as pd
 
     kinds = {pa.bool_(): pd.BooleanDtype(), pa.int16(): pd.Int16Dtype()}
@@ -474,7 +487,7 @@ def _to_pandas(table: pa.Table) -> pd.DataFrame:
         for f in table.schema
         if f.nullable and (pa.types.is_integer(f.type) or pa.types.is_boolean(f.type))
     ]
-    frame = table.to_pandas()
+    frame = table.to_pandas(strings_to_categorical=categories)
     if nullable:
         typed = table.select(nullable).to_pandas(types_mapper=kinds.get)
         for column in nullable:

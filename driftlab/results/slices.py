@@ -94,7 +94,9 @@ def groups(tables: Tables, axis: Axis | None = None) -> tuple[tuple[Group, ...],
     Raises DataError when two cells have the same group and seed.
     """
     cells = tables.cells
-    cells = cells[(cells["status"] == "done") & (cells["cell"].isin(tables.depths["cell"]))]
+    cells = cells[
+        (cells["status"] == "done") & (cells["cell"].isin(tables.depths["cell"].unique()))
+    ]
     if axis is not None:
         cells = cells[cells["axis"] == axis]
     cells = cells.copy()
@@ -259,6 +261,18 @@ def take(
 
     Raises RunError when there are none.
     """
+    key = (mode, kind, table, axis)
+    if key not in tables.cache:
+        tables.cache[key] = _take(tables, mode, kind, table, axis)
+    piece: Slice = tables.cache[key]
+    return piece
+
+
+def _take(
+    tables: Tables, mode: Mode | None, kind: TextKind | None, table: str, axis: Axis | None
+) -> Slice:
+    import pandas as pd
+
     if not len(tables.depths):
         raise RunError("the run holds no measurements", remedy="Measure at least one prompt.")
     kind = kind or text_kinds(tables)[0]
@@ -278,14 +292,14 @@ def take(
     frame, left_out, note = _without_loops(frame, tables.prompts, kind)
     by_cell = cells.set_index("cell")
     seeds = tuple(sorted(by_cell.loc[frame["cell"].unique(), "seed"].unique().tolist()))
-    prompts = tuple(sorted(frame["prompt"].unique()))
+    prompts = tuple(sorted(frame["prompt"].astype(str).unique()))
     key = "depth" if table == "depths" else "layer"
     index = tuple(sorted(frame[key].unique().tolist()))
     shown = sorted(by_cell.loc[frame["cell"].unique(), "group"].unique().tolist())
     positions = (
-        np.searchsorted(shown, frame["cell"].map(by_cell["group"]).to_numpy(int)),
-        np.searchsorted(seeds, frame["cell"].map(by_cell["seed"]).to_numpy(int)),
-        np.searchsorted(np.array(prompts, object), frame["prompt"].to_numpy(object)),
+        np.searchsorted(shown, _mapped(frame["cell"], by_cell["group"])),
+        np.searchsorted(seeds, _mapped(frame["cell"], by_cell["seed"])),
+        _mapped(frame["prompt"], pd.Series(range(len(prompts)), index=prompts)),
         np.searchsorted(index, frame[key].to_numpy(int)),
     )
     return Slice(
@@ -301,6 +315,10 @@ def take(
         frame,
         positions,
     )
+
+
+def _mapped(names: pd.Series, codes: pd.Series) -> np.ndarray:
+    return codes.reindex(names.astype(str)).to_numpy(int)
 
 
 def _without_loops(

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -321,15 +322,21 @@ def _over_prompts(
     return low, high
 
 
+@lru_cache(maxsize=8)
+def _counts(n: int, n_seeds: int, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each prompt [n, resamples] and each seed [n_seeds, resamples] is drawn."""
+    rng = np.random.default_rng(seed)
+    prompts = rng.multinomial(n, np.full(n, 1 / n), size=resamples).T.astype(float)
+    seeds = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), size=resamples).T.astype(float)
+    return prompts, seeds
+
+
 def _draw_both(
     weighted: np.ndarray, weights: np.ndarray, resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums of [K, seeds, prompts] under random draws of both, each [K, resamples]."""
     k, n_seeds, n = weighted.shape
-    rng = np.random.default_rng(seed)
-    # How often each prompt and each seed is drawn: a draw with replacement, as counts.
-    prompts = rng.multinomial(n, np.full(n, 1 / n), size=resamples).T.astype(float)
-    seeds = rng.multinomial(n_seeds, np.full(n_seeds, 1 / n_seeds), size=resamples).T.astype(float)
+    prompts, seeds = _counts(n, n_seeds, resamples, seed)
 
     def total(x: np.ndarray) -> np.ndarray:
         return np.einsum(
