@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from driftlab.errors import DataError, NumericsError
+from driftlab.models.tiny import tiny_llama
 
 
 def pretrain(
@@ -26,7 +27,7 @@ def pretrain(
     lr: float,
     seed: int,
     progress: str = "",
-) -> LlamaForCausalLM:
+) -> nn.Module:
     """Train a small Llama on ``texts_tokens`` joined end to end, in windows of ``length`` tokens.
 
     AdamW (beta2 0.95, weight decay 0.01) under a cosine schedule with 5 % warm-up, gradients
@@ -52,21 +53,15 @@ def pretrain(
             got=f"ids from {int(stream.min())} to {int(stream.max())}",
             remedy="Give the vocabulary size of the tokenizer that made the text.",
         )
-    config = LlamaConfig(
+    model = tiny_llama(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=hidden_size * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=max(2048, length),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        max_position=max(2048, length),
+        seed=seed,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, steps // 20)
@@ -89,7 +84,7 @@ def pretrain(
             if not torch.isfinite(loss):
                 raise NumericsError(
                     f"the loss of step {step} is not finite",
-                    got=float(loss),
+                    got=loss.item(),
                     remedy="Lower the learning rate.",
                 )
             loss.backward()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from driftlab.config import Rope
 from driftlab.errors import ContractError
 from driftlab.models.loading import whole
 
@@ -33,6 +34,18 @@ class Forward:
     aux: Tensor
     last: Tensor
     logits: Tensor | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target's own layers."""
+
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: Rope
 
 
 class Anatomy:
@@ -62,9 +75,9 @@ class Anatomy:
         self._norm: Any = next(
             (m for k in _FINAL_NORMS if (m := getattr(self._decoder, k, None)) is not None), None
         )
-        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        self._scale: float = getattr(text, "logit_scale", None) or 1.0  # Cohere
-        self._scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.logit_scale: float = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        self.logit_scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
         self.n_layers: int = len(blocks)
         self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
         self.dtype: torch.dtype = self._embedding.weight.dtype
@@ -115,15 +128,37 @@ class Anatomy:
     def head(self, last: Tensor) -> Tensor:
         """Logits [..., V] of states [..., Ht] after the final norm, soft cap and scale included."""
         logits = self._head(last)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
     def final_norm(self, x: Tensor) -> Tensor:
         """The norm between boundary ``n_layers`` and the head; the identity when there is none."""
         return x if self._norm is None else self._norm(x)
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes that a drafter takes over when nothing else is said."""
+        text = self.model.config.get_text_config(decoder=True)
+        heads = int(text.num_attention_heads)
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        # Layers of several kinds have one block each; the drafter's layer is a full one.
+        rope = dict(rope.get("full_attention", rope))
+        return Shape(
+            intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * self.hidden_size),
+            num_heads=heads,
+            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or self.hidden_size // heads),
+            norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+            rope=Rope(
+                rope_type=rope.pop("rope_type", "default"),
+                theta=rope.pop("rope_theta", None) or 10000.0,
+                parameters=rope,
+                max_position=int(getattr(text, "max_position_embeddings", None) or 4096),
+            ),
+        )
 
     @property
     def head_weight(self) -> Tensor:
