@@ -46,6 +46,8 @@ from driftlab.results.shards import (
 if TYPE_CHECKING:
     import pandas as pd
 
+    from driftlab.results.figures import Plots
+
 TABLES = ("steps", "depths", "heads", "fused", "prompts", "cells")
 SMALL = ("depths", "heads", "fused", "prompts", "cells")
 """Tables that figures and reports are drawn from; small enough to be committed."""
@@ -374,6 +376,13 @@ class RunDirectory:
     @property
     def cells(self) -> pd.DataFrame:
         return self.table("cells")
+
+    @property
+    def plot(self) -> Plots:
+        """Figures for a notebook, e.g. ``run.plot.sink_by_depth()``."""
+        from driftlab.results.figures import Plots
+
+        return Plots(self)
 
     def tables(self) -> Tables:
         """The small tables and the manifest, read once; text columns are categorical."""
