@@ -47,7 +47,9 @@ def save_drafter(drafter: Drafter, folder: str | Path, *, dialect: str = "driftl
         )
         config["sha256"] = file_hash(staged / WEIGHTS)
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        staged.chmod(0o755)  # mkdtemp makes private folders
+        # Temporary folders and safetensors files are private; a checkpoint is not.
+        staged.chmod(0o755)
+        (staged / WEIGHTS).chmod(0o644)
         if strangers:
             # Without its config the folder does not load, so no mixture ever does.
             (folder / CONFIG).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Golden cases of other implementations; see README.md."""
