@@ -173,11 +173,23 @@ class TextSpec(Frozen):
     measure_prompts: str
     train_tokens: Annotated[int, Field(gt=0)]
     max_new_tokens: Annotated[int, Field(gt=0)] = 128
+    measure_new_tokens: Annotated[int, Field(gt=0)] | None = None  # None: max_new_tokens
     train_temperature: Annotated[float, Field(ge=0)] = 1.0
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)  # measured texts
     batch: Annotated[int, Field(gt=0)] = 32
     seed: int = 0
     limit: Annotated[int, Field(gt=0)] | None = None  # measure at most this many prompts
+
+    @model_validator(mode="after")
+    def _one_of_each_kind(self) -> TextSpec:
+        sampled = [t for t in self.temperatures if t > 0]
+        if not self.temperatures or len(sampled) > 1 or len(self.temperatures) > 2:
+            raise ValueError(
+                "temperatures takes 0 (greedy), one temperature above 0 (sampled), or both"
+            )
+        if len(set(self.temperatures)) != len(self.temperatures):
+            raise ValueError("temperatures repeat")
+        return self
 
 
 class DrafterSpec(Frozen):

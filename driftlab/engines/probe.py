@@ -20,7 +20,7 @@ from driftlab.config import MeasureSpec
 from driftlab.data.text import Text
 from driftlab.engines.anchors import unroll
 from driftlab.models.drafter import Drafter
-from driftlab.models.target import Target
+from driftlab.models.frozen import Teacher
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def sink_set(
 
 
 def target_probabilities(
-    target: Target, last: Tensor, draft_to_target: Tensor, *, rows: int = 256
+    target: Teacher, last: Tensor, draft_to_target: Tensor, *, rows: int = 256
 ) -> Tensor:
     """The target's probabilities of the draft ids, [S, Ht] -> [S, Vd], not renormalised.
 

@@ -10,52 +10,22 @@ weighted ``decay**k``. Gradients flow through the fed-back states and the chain'
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from driftlab.config import DrafterConfig, TrainSpec
+from driftlab.data.features import Batch, Features
 from driftlab.engines.anchors import unroll
 from driftlab.errors import CheckpointError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
-
-
-class Teacher(Protocol):
-    """What training needs of a target: head [V, Ht], embedding [V, Ht], final norm [Ht]."""
-
-    @property
-    def head_weight(self) -> Tensor: ...
-    @property
-    def embedding_weight(self) -> Tensor: ...
-    @property
-    def final_norm_weight(self) -> Tensor | None: ...
-    def head(self, last: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded texts. tokens [B, S], lengths and prompt_lens [B], aux [B, S, A*Ht],
-    last [B, S, Ht]: the target's state after its final norm."""
-
-    tokens: Tensor
-    lengths: Tensor
-    prompt_lens: Tensor
-    aux: Tensor
-    last: Tensor
-
-
-class Corpus(Protocol):
-    """A source of training batches, the same for the same seed and epoch."""
-
-    def batches(self, batch: int, *, seed: int, epoch: int, max_length: int) -> Iterator[Batch]: ...
+from driftlab.models.frozen import Teacher
+from driftlab.results.shards import atomic_file
 
 
 @dataclass(frozen=True)
@@ -170,20 +140,21 @@ def ttt_loss(
 
 def train(
     drafter: Drafter,
-    corpus: Corpus,
+    corpus: Features,
     teacher: Teacher,
     spec: TrainSpec,
     *,
     seed: int,
     checkpoint: Path | None = None,
-    progress: str = "",
+    on_step: Callable[[int], None] = lambda steps: None,
 ) -> TrainResult:
     """Train ``drafter`` in place for ``spec.steps`` steps.
 
     AdamW (betas .9, .95), cosine schedule after a linear warm-up, gradients clipped to
     ``spec.clip``. With ``checkpoint`` the state is saved there every
     ``spec.checkpoint_every`` steps, and a later call with the same arguments goes on from
-    it to the same weights that an undisturbed run gives.
+    it to the same weights that an undisturbed run gives. ``on_step`` is told how many steps
+    were done.
 
     Raises
     ------
@@ -201,64 +172,65 @@ def train(
     identity = f"{drafter.config.model_dump_json()} {spec.model_dump_json()} seed {seed}"
     losses: list[float] = []
     tokens = skipped = 0
+    earlier = 0.0
     if checkpoint is not None and checkpoint.exists():
         saved = _load(checkpoint, identity)
         drafter.load_state_dict(saved["drafter"])
         optimiser.load_state_dict(saved["optimiser"])
         schedule.load_state_dict(saved["schedule"])
         losses, tokens, skipped = list(saved["losses"]), saved["tokens"], saved["skipped"]
+        earlier = saved["seconds"]
     drafter.train()
-    bar = tqdm(
-        total=spec.steps, initial=len(losses), desc=progress, disable=None if progress else True
-    )
-    with bar:
-        for batch in _stream(corpus, spec, seed, skip=len(losses)):
-            targets = soft_targets(teacher, batch.last, drafter.draft_to_target)
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                loss, counted = ttt_loss(drafter, batch, targets, spec)
-            if counted:
-                if not torch.isfinite(loss):
-                    raise NumericsError(
-                        f"the training loss is not finite at step {len(losses)}",
-                        got=float(loss),
-                        remedy="Lower train.lr, or look for non-finite captured states.",
-                    )
-                optimiser.zero_grad(set_to_none=True)
-                loss.backward()
-                nn.utils.clip_grad_norm_(weights, spec.clip)
-                optimiser.step()
-            else:
-                skipped += 1
-            schedule.step()
-            losses.append(float(loss.detach()))
-            tokens += int(batch.lengths.sum())
-            bar.update()
-            done = len(losses) == spec.steps
-            if checkpoint is not None and (done or len(losses) % spec.checkpoint_every == 0):
-                _save(
-                    checkpoint,
-                    {
-                        "identity": identity,
-                        "drafter": drafter.state_dict(),
-                        "optimiser": optimiser.state_dict(),
-                        "schedule": schedule.state_dict(),
-                        "losses": losses,
-                        "tokens": tokens,
-                        "skipped": skipped,
-                    },
+    on_step(len(losses))
+    for batch in _stream(corpus, spec, seed, skip=len(losses)):
+        if len(losses) == spec.steps:
+            break
+        targets = soft_targets(teacher, batch.last, drafter.draft_to_target)
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            loss, counted = ttt_loss(drafter, batch, targets, spec)
+        if counted:
+            if not torch.isfinite(loss):
+                raise NumericsError(
+                    f"the training loss is not finite at step {len(losses)}",
+                    got=float(loss),
+                    remedy="Lower train.lr, or look for non-finite captured states.",
                 )
-            if done:
-                break
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(weights, spec.clip)
+            optimiser.step()
+        else:
+            skipped += 1
+        schedule.step()
+        losses.append(float(loss.detach()))
+        tokens += int(batch.lengths.sum())
+        on_step(1)
+        done = len(losses) == spec.steps
+        if checkpoint is not None and (done or len(losses) % spec.checkpoint_every == 0):
+            _save(
+                checkpoint,
+                {
+                    "identity": identity,
+                    "drafter": drafter.state_dict(),
+                    "optimiser": optimiser.state_dict(),
+                    "schedule": schedule.state_dict(),
+                    "losses": losses,
+                    "tokens": tokens,
+                    "skipped": skipped,
+                    "seconds": earlier + time.monotonic() - started,
+                },
+            )
     if skipped == spec.steps:
         raise DataError(
             "no position was supervised in any batch",
             remedy="The texts need responses whose tokens are in the draft vocabulary.",
         )
     drafter.eval()
-    return TrainResult(tuple(losses), tokens, time.monotonic() - started, skipped, precision)
+    seconds = earlier + time.monotonic() - started
+    return TrainResult(tuple(losses), tokens, seconds, skipped, precision)
 
 
-def _stream(corpus: Corpus, spec: TrainSpec, seed: int, *, skip: int) -> Iterator[Batch]:
+def _stream(corpus: Features, spec: TrainSpec, seed: int, *, skip: int) -> Iterator[Batch]:
     epoch = 0
     while True:
         empty = True
@@ -294,13 +266,8 @@ def _precision(spec: TrainSpec, device: torch.device) -> tuple[bool, str]:
 
 
 def _save(path: Path, state: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with atomic_file(path) as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def _load(path: Path, identity: str) -> dict:

@@ -1,0 +1,171 @@
+"""One cell of an experiment: train a drafter (or go on training it), measure it, store rows.
+
+A cell runs in a process of its own and shares with the others only files: stored states, the
+frozen parts of the target, and shards of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
+from driftlab.data.features import Features, FeatureStore
+from driftlab.engines.probe import probe, target_probabilities
+from driftlab.engines.train import TrainResult, initialise, train
+from driftlab.errors import NumericsError
+from driftlab.models.checkpoints.load import load_drafter
+from driftlab.models.checkpoints.write import save_drafter
+from driftlab.models.drafter import Drafter
+from driftlab.models.frozen import Frozen
+from driftlab.results.records import RunDirectory
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """Everything a worker needs; picklable. ``row`` holds the cell's known columns of ``cells``."""
+
+    cell: str
+    run: Path
+    frozen: Path
+    store: Path
+    train_key: str
+    measure_key: str
+    config: DrafterConfig
+    draft_to_target: tuple[int, ...] | None
+    seed: int
+    train: TrainSpec
+    measure: MeasureSpec
+    row: dict
+    threads: int
+    texts_at_once: int
+
+    @property
+    def drafter(self) -> Path:
+        return self.run / "drafters" / self.cell
+
+    @property
+    def training(self) -> Path:
+        """Where the unfinished training is kept."""
+        return self.run / "training" / f"{self.cell.replace('/', '_')}.pt"
+
+
+def run_cell(job: CellJob, on_step: Progress) -> None:
+    """Train unless the drafter is there, measure what has no shard yet, write the cell's row.
+
+    Raises
+    ------
+    DriftlabError: of any kind; what was finished before stays, and the row says why it ended.
+    """
+    torch.set_num_threads(job.threads)
+    run = RunDirectory.worker(job.run)
+    teacher = Frozen(job.frozen)
+    store = FeatureStore(job.store)
+    drafter, result = _drafter(job, store, teacher, on_step)
+    try:
+        _measure(job, run, store.open(job.measure_key), teacher, drafter, on_step)
+    except NumericsError as error:
+        run.write_cell({**job.row, **_trained(drafter, result), "status": f"failed: {error.cause}"})
+        raise
+    run.write_cell({**job.row, **_trained(drafter, result), "status": "done"})
+
+
+def _drafter(
+    job: CellJob, store: FeatureStore, teacher: Frozen, on_step: Progress
+) -> tuple[Drafter, TrainResult]:
+    mapping = None if job.draft_to_target is None else torch.tensor(job.draft_to_target)
+    drafter = initialise(job.config, teacher, mapping, seed=job.seed, head_init=job.train.head_init)
+    # A finished training is a checkpoint whose last step is reached: nothing is trained then.
+    result = train(
+        drafter,
+        store.open(job.train_key),
+        teacher,
+        job.train,
+        seed=job.seed,
+        checkpoint=job.training,
+        on_step=on_step,
+    )
+    if not (job.drafter / "config.json").exists():
+        save_drafter(drafter, job.drafter)
+    return load_drafter(job.drafter), result
+
+
+def _trained(drafter: Drafter, result: TrainResult) -> dict:
+    return {
+        "n_parameters": sum(p.numel() for n, p in drafter.named_parameters() if "embed" not in n),
+        "train_steps": len(result.losses),
+        "train_tokens": result.tokens,
+        "train_loss": sum(result.losses[-20:]) / len(result.losses[-20:]),
+        "train_seconds": result.seconds,
+        "note": result.precision,
+    }
+
+
+def _measure(
+    job: CellJob,
+    run: RunDirectory,
+    features: Features,
+    teacher: Frozen,
+    drafter: Drafter,
+    on_step: Progress,
+) -> None:
+    by_prompt: dict[str, list[int]] = {}
+    for i, text in enumerate(features.texts):
+        by_prompt.setdefault(text.prompt_id, []).append(i)
+    todo = [prompt for prompt in by_prompt if not run.has(job.cell, prompt)]
+    on_step(len(by_prompt) - len(todo))
+    # Texts of like length share a batch; a prompt's texts always do.
+    todo.sort(key=lambda p: (max(len(features.texts[i].tokens) for i in by_prompt[p]), p))
+    for start in range(0, len(todo), job.texts_at_once):
+        prompts = todo[start : start + job.texts_at_once]
+        rows = [i for prompt in prompts for i in by_prompt[prompt]]
+        measured = _probe_rows(drafter, features, teacher, rows, job.measure)
+        for prompt in prompts:
+            tables: dict[str, dict] = {}
+            for i in by_prompt[prompt]:
+                _merge(tables, measured[i])
+            run.write(job.cell, prompt, tables)
+            on_step(1)
+
+
+def _probe_rows(
+    drafter: Drafter,
+    features: Features,
+    teacher: Frozen,
+    rows: Sequence[int],
+    spec: MeasureSpec,
+) -> dict[int, dict[str, dict]]:
+    items = [features.item(i) for i in rows]
+    dtype = drafter.norm.weight.dtype
+    found = probe(
+        drafter,
+        [features.texts[i] for i in rows],
+        [item["aux"].to(dtype) for item in items],
+        spec,
+        target_probabilities=[
+            target_probabilities(teacher, item["last"], drafter.draft_to_target) for item in items
+        ],
+    )
+    tables: dict[int, dict[str, dict]] = {}
+    for i, one in zip(rows, found, strict=True):
+        tables[i] = {name: {"text": one.text.kind, **c} for name, c in one.tables.items()}
+        if "steps" in tables[i]:
+            tables[i]["steps"]["temperature"] = one.text.temperature
+    return tables
+
+
+def _merge(tables: dict[str, dict], more: dict[str, dict]) -> None:
+    """Append the rows of ``more``; scalars become columns."""
+    for name, columns in more.items():
+        n = max(np.size(c) for c in columns.values())
+        full = {c: np.full(n, v) if np.ndim(v) == 0 else v for c, v in columns.items()}
+        have = tables.get(name)
+        tables[name] = (
+            full if have is None else {c: np.concatenate([have[c], full[c]]) for c in full}
+        )
