@@ -74,7 +74,7 @@ def resolve_attention(sheet: Sheet, heads: Sourced, hidden: int, mla: bool) -> d
     ):
         raise sheet.lie(
             "num_key_value_heads x head_dim",
-            f"{groups.value} x {size}",
+            f"{groups.value} x {size} (num_attention_heads {heads.value})",
             "layers.0.self_attn.k_proj.weight",
             f"{sheet.shape('layers.0.self_attn.k_proj.weight')[0]} rows",
         )

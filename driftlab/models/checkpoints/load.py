@@ -114,9 +114,13 @@ def load_drafter(
 def _weights(
     found: Resolved, config: DrafterConfig, target: TargetLike | None
 ) -> dict[str, Tensor]:
-    """Every parameter in float32, with what only the target holds copied from it."""
+    """Every parameter in float32, with what only the target holds copied from it.
+
+    Each is a copy: tensors of a mapped file lie at any address, and a matrix product depends
+    on alignment in its last bit.
+    """
     weights = {
-        n: t.to(torch.float32).contiguous()
+        n: t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for n, t in found.tensors.items()
         if t.is_floating_point()
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -151,7 +152,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 remedy="Fetch or write the file again.",
             ) from None
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old pickles, which are refused or read below
+            data = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path} holds more than tensors, and unpickling it could run its code",
@@ -175,8 +178,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             got=", ".join(other[:6]),
             remedy="Save the drafter's state_dict alone.",
         )
-    # Tied entries share their storage here; a reader that edits one must not edit both.
-    return {str(name): tensor.detach().clone() for name, tensor in data.items()}
+    return {str(name): tensor.detach() for name, tensor in data.items()}
 
 
 def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str]]:

@@ -236,6 +236,7 @@ def _as_trained(
     baseless = {
         Dialect.safeailab: {"linear", "dynamic"},
         Dialect.torchspec_gqa: {"linear", "dynamic", "mrope"},
+        Dialect.torchspec_mla: {"linear", "dynamic"},
     }
     if written in baseless.get(dialect, set()):
         if theta.value != THETA:
@@ -278,7 +279,8 @@ def _as_trained(
         ratio = yarn_magnitude(factor, parameters.get("mscale", 1.0))
         ratio /= yarn_magnitude(factor, parameters.get("mscale_all_dim", 0.0))
         parameters.setdefault("attention_factor", ratio)
-    if kind.value == "dynamic" and dialect in {Dialect.specforge, Dialect.torchspec_gqa}:
+    tabled = {Dialect.specforge, Dialect.torchspec_gqa, Dialect.torchspec_mla}
+    if kind.value == "dynamic" and dialect in tabled:
         # Their table is built once, 20 positions past the limit, and so is always scaled.
         factor, length = parameters["factor"], limit + 20
         stretch = factor * length / limit - (factor - 1)
