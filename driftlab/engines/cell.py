@@ -15,7 +15,7 @@ import torch
 
 from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
 from driftlab.data.features import Features, FeatureStore
-from driftlab.engines.probe import probe, target_probabilities
+from driftlab.engines.probe import probe, storable, target_probabilities
 from driftlab.engines.train import TrainResult, initialise, train
 from driftlab.errors import NumericsError
 from driftlab.models.checkpoints.load import load_drafter
@@ -130,7 +130,7 @@ def _measure(
             tables: dict[str, dict] = {}
             for i in by_prompt[prompt]:
                 _merge(tables, measured[i])
-            run.write(job.cell, prompt, tables)
+            run.write(job.cell, prompt, {n: storable(c) for n, c in tables.items()})
             on_step(1)
 
 

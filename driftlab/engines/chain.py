@@ -124,7 +124,7 @@ def _draft(
     """Extend the prefix by the rows of ``aux`` and draft from the last. q: [depth, Vd]."""
     first = memory.length
     rows = torch.tensor([tokens[first + 1 : first + 1 + aux.shape[1]]], device=aux.device)
-    state = drafter.step(rows, drafter.fuse(aux), memory, depth=1)
+    state = drafter.step(rows, drafter.fuse(aux, first=first), memory, depth=1)
     memory.select(memory.anchors[-1:])
     drafted: list[int] = []
     chances = []

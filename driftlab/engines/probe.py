@@ -114,6 +114,16 @@ def probe(
     return results
 
 
+def storable(columns: Columns) -> Columns:
+    """Mask what does not exist: log-probability and rank of a truth without a draft id."""
+    changed = dict(columns)
+    if "logprob" in columns:
+        absent = ~columns["in_vocab"].astype(bool)
+        for name in ("logprob", "rank"):
+            changed[name] = np.ma.array(columns[name], mask=absent)
+    return changed
+
+
 def sink_set(
     drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor, spec: MeasureSpec
 ) -> Tensor:

@@ -420,12 +420,12 @@ class Drafter(nn.Module):
                 remedy="Capture the boundaries that the drafter names, from its own target.",
             )
 
-    def fuse(self, aux: Tensor) -> Tensor:
-        """Captured states [B, T, A*Ht] -> fused input g [B, T, H]."""
+    def fuse(self, aux: Tensor, *, first: int = 0) -> Tensor:
+        """Captured states [B, T, A*Ht] of anchors ``first`` and on -> fused input g [B, T, H]."""
         self._check_aux(aux)
         self._clock.depth = 1
         self._clock.rows = slice(0, aux.shape[1])
-        self._clock.anchors = torch.arange(aux.shape[1])
+        self._clock.anchors = torch.arange(first, first + aux.shape[1])
         config = self.config
         if not config.boundaries:
             return self.at_fused(aux)
