@@ -84,6 +84,7 @@ class Recorder:
         self.target_probabilities = target_probabilities
         self._depths: dict[int, _Depth] = defaultdict(_Depth)
         self._fused: list[dict[str, Tensor]] = []
+        self._stacked: _Stacked | None = None
 
     @contextmanager
     def watch(self) -> Iterator[Recorder]:
@@ -166,33 +167,30 @@ class Recorder:
         ------
         NumericsError: a value is NaN or infinite; site, depth and anchor are named.
         """
-        heads, steps = [], []
-        anchors = self.anchors[rows]
-        accepted = torch.ones(len(rows), dtype=torch.bool)
-        for d, kept in sorted(self._depths.items()):
-            masses = torch.cat(kept.masses, dim=2)[text][:, rows]  # [h, rows, 6]
-            recent = torch.cat(kept.recent, dim=2)[text][:, rows]
-            entropy = torch.cat(kept.entropy, dim=2)[text][:, rows]
-            rate = (masses[..., 0] > measures.SINK_THRESHOLD).float()
-            row = {name: value[text, rows] for name, value in kept.per_row.items()}
-            row["correct"] = row["draft"] == row["truth"]
-            accepted = accepted & row["correct"]
-            if mode == "free":
-                row["accepted"] = accepted
-            attention = dict(zip(REGIONS, masses.unbind(-1), strict=True))
-            attention |= {"recent": recent, "entropy": entropy, "sink_rate": rate}
-            row |= {name: value.mean(dim=0) for name, value in attention.items()}
-            _check_finite(row, d, anchors)
-            row["depth"] = torch.full((len(rows),), d)
-            row["anchor"] = anchors
-            steps.append({name: value.cpu().numpy() for name, value in row.items()})
-            head = {name: value.mean(dim=1).cpu().numpy() for name, value in attention.items()}
-            n_heads = masses.shape[0]
-            head["head"] = np.arange(n_heads)
-            head["depth"] = np.full(n_heads, d)
-            head["n"] = np.full(n_heads, len(rows))
-            heads.append(head)
-        found = {"steps": _stack(steps), "heads": _stack(heads)}
+        if self._stacked is None:
+            self._stacked = _Stacked.of(self._depths)
+        everything, n = self._stacked, len(rows)
+        index = rows.cpu().numpy()
+        depths = everything.depths
+        anchors = self.anchors[rows].cpu().numpy()
+        steps = {name: v[:, text][:, index] for name, v in everything.per_row.items()}  # [D, n]
+        heads = {name: v[:, text][:, :, index] for name, v in everything.per_head.items()}
+        steps["correct"] = steps["draft"] == steps["truth"]
+        if mode == "free":
+            steps["accepted"] = np.logical_and.accumulate(steps["correct"], axis=0)
+        steps |= {name: v.mean(axis=1) for name, v in heads.items()}
+        _check_finite(steps, depths, anchors)
+        steps["depth"] = np.repeat(depths[:, None], n, axis=1)
+        steps["anchor"] = np.repeat(anchors[None], len(depths), axis=0)
+        by_head = {name: v.mean(axis=2) for name, v in heads.items()}  # [D, h]
+        n_heads = by_head["entropy"].shape[1]
+        by_head["depth"] = np.repeat(depths[:, None], n_heads, axis=1)
+        by_head["head"] = np.repeat(np.arange(n_heads)[None], len(depths), axis=0)
+        by_head["n"] = np.full_like(by_head["head"], n)
+        found = {
+            "steps": {name: v.reshape(-1) for name, v in steps.items()},
+            "heads": {name: v.reshape(-1) for name, v in by_head.items()},
+        }
         if self._fused:
             found["fused"] = self._fused_rows(text, rows)
         return found
@@ -209,24 +207,42 @@ class Recorder:
         return columns
 
 
-def _stack(parts: list[Columns]) -> Columns:
-    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+@dataclass(frozen=True)
+class _Stacked:
+    """All depths side by side: per_row [D, B, T], per_head [D, B, h, T]."""
+
+    depths: np.ndarray
+    per_row: Columns
+    per_head: Columns
+
+    @classmethod
+    def of(cls, kept: dict[int, _Depth]) -> _Stacked:
+        order = sorted(kept)
+        masses = np.stack([torch.cat(kept[d].masses, dim=2).cpu().numpy() for d in order])
+        per_head = {name: masses[..., i] for i, name in enumerate(REGIONS)}
+        per_head["sink_rate"] = (masses[..., 0] > measures.SINK_THRESHOLD).astype(np.float32)
+        for name in ("recent", "entropy"):
+            blocks = [torch.cat(getattr(kept[d], name), dim=2).cpu().numpy() for d in order]
+            per_head[name] = np.stack(blocks)
+        names = kept[order[0]].per_row
+        per_row = {n: np.stack([kept[d].per_row[n].cpu().numpy() for d in order]) for n in names}
+        return cls(np.array(order), per_row, per_head)
 
 
 # Absent by design where the truth is not in the draft vocabulary.
 _MAY_BE_NAN = ("logprob",)
 
 
-def _check_finite(row: dict[str, Tensor], depth: int, anchors: Tensor) -> None:
-    for name, value in row.items():
-        if name in _MAY_BE_NAN or not value.is_floating_point():
+def _check_finite(columns: Columns, depths: np.ndarray, anchors: np.ndarray) -> None:
+    for name, values in columns.items():
+        if name in _MAY_BE_NAN or values.dtype.kind != "f":
             continue
-        bad = ~torch.isfinite(value)
-        if bad.any():
-            at = int(bad.nonzero()[0, 0])
+        bad = np.argwhere(~np.isfinite(values))
+        if len(bad):
+            depth, row = bad[0]
             raise NumericsError(
-                f"{name} is not finite at depth {depth}, anchor {int(anchors[at])}",
-                got=float(value[at]),
+                f"{name} is not finite at depth {depths[depth]}, anchor {anchors[row]}",
+                got=float(values[depth, row]),
                 remedy="The cell is stopped; check the checkpoint and its dtype.",
             )
 
