@@ -1,0 +1,360 @@
+"""Is this drafter run the way it was trained? The contract check of a target + drafter pair.
+
+The files of a drafter do not say everything, and what they say is read in more than one way
+(reference: checkpoints.md, sections 2 and 8). The doctor scores the readings that the files
+allow on text that the target itself wrote, and says which one the weights support. It changes
+nothing: :func:`fix` writes a corrected copy when it is asked to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
+from driftlab.data.text import Text
+from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
+from driftlab.doctor.diagnosis import FILE, Candidate, Diagnosis, Outcome, Row, Runtime, Verdict
+from driftlab.doctor.scoring import Prompts, Score, margins, own_texts, score
+from driftlab.doctor.selfcheck import Check, drafts, self_checks
+from driftlab.engines.chain import check_pair
+from driftlab.errors import ConfigError, ContractError
+from driftlab.models.checkpoints import load_drafter, save_drafter
+from driftlab.models.checkpoints.profiles import (
+    Facts,
+    Patch,
+    Profile,
+    Reading,
+    Served,
+    build,
+    gather_facts,
+    serve,
+)
+from driftlab.models.drafter import Drafter
+from driftlab.models.target import Target
+from driftlab.results.stats import Estimate
+
+__all__ = ["MINIMUM", "Candidate", "Check", "Diagnosis", "Outcome", "Verdict", "examine", "fix"]
+
+MINIMUM = 0.01
+"""Nats a token that another reading must save to be named, and below which readings are equal."""
+FAULTS = 3
+"""How many faults at once are looked for."""
+
+
+def examine(
+    target: Target,
+    drafter: Drafter | str | Path,
+    *,
+    tokens: int = 2000,
+    prompts: Prompts = None,
+    seed: int = 0,
+    strict: bool = False,
+    as_profile: str = "trained",
+    revision: str | None = None,
+    progress: bool = False,
+) -> Diagnosis:
+    """Check the contract of a pair on about ``tokens`` tokens of the target's own text.
+
+    Parameters
+    ----------
+    drafter: a folder, a hub id (pin it with ``revision``), or a drafter in memory.
+    prompts: what the target continues; see :func:`driftlab.doctor.scoring.own_texts`.
+    strict: refuse values that were assumed and not read.
+    as_profile: the reading that is checked: ``trained``, or a runtime's
+        (:class:`driftlab.models.checkpoints.profiles.Profile`).
+
+    Raises
+    ------
+    CheckpointError, ContractError, AssumptionError: as ``load_drafter`` raises them.
+    ContractError: the runtime of ``as_profile`` cannot load the file.
+    DataError: prompts that cannot be used, or too little text.
+    """
+    source = None if isinstance(drafter, Drafter) else drafter
+    if isinstance(drafter, Drafter):
+        if strict:
+            refuse_assumptions(drafter.provenance, owner="the drafter")
+        subject = drafter
+    else:
+        subject = load_drafter(drafter, target=target, revision=revision, strict=strict)
+        subject = subject.to(target.device).eval().requires_grad_(False)
+    check_pair(target, subject)
+    facts = gather_facts(
+        subject,
+        target,
+        source=source,
+        revision=revision,
+        target_type=str(target.model.config.model_type),
+    )
+    trained = Reading(subject.config, subject.draft_to_target)
+    served = serve(as_profile, trained, facts)
+    if served.refused is not None:
+        raise ContractError(f"{served.profile} cannot load this drafter", got=served.refused)
+    case = _Case(target, subject, facts, served, source, seed, progress)
+    return case.run(own_texts(target, prompts, tokens=tokens, seed=seed))
+
+
+def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
+    """Write the drafter with the winner's reading to ``folder``, in driftlab's own layout.
+
+    Raises
+    ------
+    ConfigError: nothing to correct, a runtime's reading was checked, or ``folder`` is the
+        drafter's own: the original is never changed.
+    """
+    winner, subject = diagnosis.winner, diagnosis.subject
+    if winner is None or subject is None:
+        raise ConfigError(
+            "there is no better reading to write",
+            got=f"verdict {diagnosis.verdict}",
+            remedy="A corrected copy is written when a candidate won.",
+        )
+    if diagnosis.profile is not Profile.trained:
+        raise ConfigError(
+            f"the reading of {diagnosis.profile} was checked, not the file's",
+            remedy="Run the doctor as trained to correct the file.",
+        )
+    if diagnosis.source is not None and Path(folder).resolve() == diagnosis.source.resolve():
+        raise ConfigError(
+            "the corrected copy would replace the drafter", got=folder, remedy="Give a new folder."
+        )
+    made = build(subject, winner.reading)
+    for name, value in winner.patch.items():
+        old = subject.provenance.get(name)
+        was = f", the file: {old.value}" if old is not None else ""
+        where = f"driftlab doctor: saves {winner.margin.short} nats a token{was}"
+        made.provenance[name] = Sourced(value=value, origin=Origin.derived, where=where)
+    save_drafter(made, folder)
+    return made
+
+
+class _Case:
+    """One pair under examination."""
+
+    def __init__(
+        self,
+        target: Target,
+        subject: Drafter,
+        facts: Facts,
+        served: Served,
+        source: str | Path | None,
+        seed: int,
+        progress: bool,
+    ) -> None:
+        self.target, self.subject, self.facts = target, subject, facts
+        self.served, self.base, self.source = served, served.reading, source
+        self.seed, self.progress = seed, progress
+        self.texts: list[Text] = []
+
+    def run(self, texts: list[Text]) -> Diagnosis:
+        self.texts = texts
+        drafter = build(self.subject, self.base)
+        checks = self_checks(self.target, drafter, texts, self.facts)
+        common = {
+            "target": self.target.name,
+            "drafter": str(self.source) if self.source is not None else "in memory",
+            "profile": self.served.profile,
+            "texts": len(texts),
+            "tokens": sum(len(t.continuation) for t in texts),
+            "minimum": MINIMUM,
+            "contract": tuple(_contract(drafter, self.target, self.served.patches)),
+            "source": Path(self.source) if self.source is not None else None,
+            "subject": self.subject,
+        }
+        notes = self._notes()
+        if not all(check.ok for check in checks[:2]):
+            return Diagnosis(
+                **common,  # type: ignore[arg-type]
+                checks=tuple(checks),
+                score=None,
+                candidates=(),
+                winner=None,
+                verdict=Verdict.wrong,
+                reasons=("its tensors are damaged, nothing was scored",),
+                runtimes=(),
+                notes=notes,
+            )
+        own, candidates, winner = self._candidates()
+        checks.append(drafts(own, drafter, texts))
+        verdict, reasons = judge(checks, candidates, winner)
+        best = winner.reading if winner is not None else self.base
+        return Diagnosis(
+            **common,  # type: ignore[arg-type]
+            checks=tuple(checks),
+            score=own,
+            candidates=tuple(candidates),
+            winner=winner,
+            verdict=verdict,
+            reasons=reasons,
+            runtimes=tuple(self._runtimes(best)),
+            notes=notes,
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        said = self.subject.provenance.get("notes")
+        notes = list(said.value) if said is not None else []
+        if any(text.loops for text in self.texts):
+            notes.append(f"{sum(t.loops for t in self.texts)} of the texts run in a loop")
+        return (*notes, *self.served.notes)
+
+    def _score(self, readings: dict[str, Reading], label: str) -> dict[str, Score]:
+        built = {name: build(self.subject, reading) for name, reading in readings.items()}
+        return score(self.target, self.texts, built, progress=label if self.progress else "")
+
+    def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None]:
+        """One patch at a time; then the winner with each of the others, while margins stay."""
+        provenance = self.subject.provenance
+        options = alternatives(self.base, provenance, self.facts, self.target.shape.rope)
+        against, reading, fields = FILE, self.base, set()
+        own: Score | None = None
+        standing: Score | None = None
+        found: list[Candidate] = []
+        winner: Candidate | None = None
+        for round_ in range(FAULTS):
+            tries = {
+                option: tried(option.apply, reading)
+                for option in options
+                if option.field not in fields
+            }
+            tries = {o: r for o, r in tries.items() if not same(r, reading)}
+            named = {_name(against, o): r for o, r in tries.items()}
+            if standing is None:
+                named = {FILE: reading, **named}
+            scores = self._score(named, f"readings, pass {round_ + 1}")
+            if standing is None:
+                own = standing = scores[FILE]
+            made = [
+                self._judge(o, against, r, standing, scores[_name(against, o)])
+                for o, r in tries.items()
+            ]
+            found += made
+            better = [c for c in made if c.outcome is Outcome.better]
+            if not better:
+                break
+            winner = max(better, key=lambda c: c.margin.value)
+            fields.add(next(o.field for o in tries if _name(against, o) == winner.name))
+            against, reading, standing = winner.name, winner.reading, winner.score
+        assert own is not None
+        if winner is not None and winner.against != FILE:
+            # Its own margin was over the winner before it; the file's reading is what counts.
+            margin, accepted = margins(own, winner.score, seed=self.seed)
+            winner = replace(winner, margin=margin, accepted=accepted)
+        return own, found, winner
+
+    def _judge(
+        self, option: Alternative, against: str, reading: Reading, old: Score, new: Score
+    ) -> Candidate:
+        margin, accepted = margins(old, new, seed=self.seed)
+        return Candidate(
+            name=_name(against, option),
+            against=against,
+            patch=changes(self.base, reading),
+            why=option.why,
+            settled=option.settled,
+            score=new,
+            margin=margin,
+            accepted=accepted,
+            outcome=outcome(margin, accepted),
+            reading=reading,
+        )
+
+    def _runtimes(self, best: Reading) -> list[Runtime]:
+        """Every profile, against the reading that the text supports."""
+        trained = Reading(self.subject.config, self.subject.draft_to_target)
+        served = [serve(profile, trained, self.facts) for profile in Profile]
+        loaded = {str(s.profile): s.reading for s in served if s.refused is None}
+        scores = self._score(loaded, "runtimes")
+        return [
+            Runtime(
+                profile=s.profile,
+                as_trained=s.refused is None and same(s.reading, best),
+                patches=s.patches,
+                refused=s.refused,
+                notes=s.notes,
+                score=scores.get(str(s.profile)),
+            )
+            for s in served
+        ]
+
+
+def _name(against: str, option: Alternative) -> str:
+    return option.name if against == FILE else f"{against} + {option.name}"
+
+
+def outcome(margin: Estimate, accepted: Estimate) -> Outcome:
+    """What an interval says of a candidate; see :class:`Outcome`."""
+    if margin.high < 0:
+        return Outcome.worse
+    if margin.low > 0 and margin.value >= MINIMUM and not accepted.high < 0:
+        return Outcome.better
+    if margin.low > -MINIMUM and margin.high < MINIMUM:
+        return Outcome.equal
+    return Outcome.unclear
+
+
+def judge(
+    checks: Sequence[Check], candidates: Sequence[Candidate], winner: Candidate | None
+) -> tuple[Verdict, tuple[str, ...]]:
+    """The verdict, and what it rests on."""
+    reasons = []
+    if winner is not None:
+        patch = ", ".join(f"{name} = {value}" for name, value in winner.patch.items())
+        reasons.append(
+            f"the weights support another reading: {patch} saves {winner.margin.short} nats a "
+            f"token and accepts {winner.accepted.short} more drafts a round"
+        )
+    reasons += [f"failed: {check.name} ({check.detail})" for check in checks if not check.ok]
+    if reasons:
+        return Verdict.wrong, tuple(reasons)
+    doubts = [c for c in candidates if c.outcome is Outcome.unclear]
+    # A rotation matters more the longer the text, so equal here does not mean equal.
+    blind = [
+        c
+        for c in candidates
+        if c.outcome is Outcome.equal
+        and not c.settled
+        and any(name.startswith("rope.") for name in c.patch)
+    ]
+    reasons += [f"{c.name} may be better: {c.margin.short} nats ({c.why})" for c in doubts]
+    reasons += [f"cannot tell from this text: {c.name} ({c.why})" for c in blind]
+    if reasons:
+        return Verdict.doubtful, tuple(reasons)
+    equal = [c.name for c in candidates if c.outcome is Outcome.equal]
+    reasons = [
+        "every other reading of the files is worse"
+        if not equal
+        else f"no other reading is better; {', '.join(equal)} make no difference on this text"
+    ]
+    return Verdict.clean, tuple(reasons)
+
+
+def _contract(drafter: Drafter, target: Target, patches: Sequence[Patch]) -> list[Row]:
+    """Every field of the contract, then where the rest came from, then the target."""
+    served = {p.field: p for p in patches}
+    known: Provenance = drafter.provenance
+    rows = []
+    for name in DrafterConfig.model_fields:
+        value = getattr(drafter.config, name)
+        parts = {f"rope.{n}": v for n, v in value} if name == "rope" else {name: value}
+        for part, own in parts.items():
+            patch = served.get(name)
+            said = known.get(part)
+            if patch is not None:
+                rows.append(Row(part, own, "derived", f"{patch.row}: {patch.why}"))
+            elif said is not None:
+                rows.append(Row(part, own, str(said.origin), said.where))
+            else:
+                rows.append(Row(part, own, "read", "the drafter's own config"))
+    for name in ("dialect", "embed_tokens", "lm_head", "draft_to_target", "boundary_convention"):
+        said = known.get(name)
+        if said is not None:
+            rows.append(Row(name, said.value, str(said.origin), said.where))
+    rows += [
+        Row(f"target.{name}", s.value, str(s.origin), s.where)
+        for name, s in target.provenance.items()
+        if name in {"dtype", "quantization", "revision", "attention"}
+    ]
+    return rows

@@ -1,0 +1,198 @@
+"""What the doctor found, and how it reads as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from driftlab.doctor.scoring import DEPTH, Score
+from driftlab.doctor.selfcheck import Check
+from driftlab.models.checkpoints.profiles import Patch, Profile, Reading
+from driftlab.models.drafter import Drafter
+from driftlab.results.stats import Estimate
+
+WIDTH = 100
+
+
+class Verdict(StrEnum):
+    clean = "clean"
+    doubtful = "doubtful"
+    wrong = "wrong"
+
+
+EXIT_CODES = {Verdict.clean: 0, Verdict.doubtful: 3, Verdict.wrong: 4}
+
+
+class Outcome(StrEnum):
+    """A candidate against the reading that it was paired with."""
+
+    better = "better"  # beyond the minimum margin, interval above zero
+    worse = "worse"  # interval below zero
+    equal = "equal"  # no difference as large as the minimum margin: this text cannot tell
+    unclear = "unclear"  # it may or may not be better
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field of the contract: its value, and how and where it was found."""
+
+    field: str
+    value: Any
+    origin: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Another reading. ``patch`` holds what differs from the file's reading.
+
+    margin: nats a token saved against ``against``; accepted: accepted drafts a round gained.
+    """
+
+    name: str
+    against: str
+    patch: dict[str, Any]
+    why: str
+    settled: bool
+    score: Score
+    margin: Estimate
+    accepted: Estimate
+    outcome: Outcome
+    reading: Reading = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a runtime serves the file. ``score`` is None when it cannot load it."""
+
+    profile: Profile
+    as_trained: bool
+    patches: tuple[Patch, ...]
+    refused: str | None
+    notes: tuple[str, ...]
+    score: Score | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The doctor's findings on one pair. ``str()`` is the page that the command prints."""
+
+    target: str
+    drafter: str
+    profile: Profile
+    texts: int
+    tokens: int
+    minimum: float
+    contract: tuple[Row, ...]
+    checks: tuple[Check, ...]
+    score: Score | None
+    candidates: tuple[Candidate, ...]
+    winner: Candidate | None
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    runtimes: tuple[Runtime, ...]
+    notes: tuple[str, ...]
+    source: Path | None = None
+    subject: Drafter | None = field(default=None, repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    def __str__(self) -> str:
+        return "\n".join(_page(self)) + "\n"
+
+
+def _page(d: Diagnosis) -> Iterable[str]:
+    read = "" if d.profile is Profile.trained else f", as {d.profile} computes it"
+    yield f"driftlab doctor: {d.verdict.upper()}"
+    yield from _wrap(
+        f"target {d.target}, drafter {d.drafter}{read}; {d.tokens} tokens in "
+        f"{d.texts} texts that the target sampled",
+        "  ",
+    )
+    yield from (line for reason in d.reasons for line in _wrap(reason, "  - ", "    "))
+    yield ""
+    yield "Contract"
+    wide = max(len(row.field) for row in d.contract)
+    for row in d.contract:
+        head = f"  {row.field:<{wide}}  "
+        yield from _wrap(f"{row.value}  [{row.origin}: {row.where}]", head, " " * len(head))
+    yield ""
+    yield "Self-checks"
+    for check in d.checks:
+        mark = "ok  " if check.ok else "FAIL"
+        yield from _wrap(f"{check.name}: {check.detail}", f"  {mark}  ", "        ")
+    if d.score is not None:
+        yield ""
+        yield from _readings(d, d.score)
+        yield ""
+        yield from _runtimes(d.runtimes)
+    if d.notes:
+        yield ""
+        yield "Notes"
+        yield from (line for note in d.notes for line in _wrap(note, "  - ", "    "))
+
+
+def _readings(d: Diagnosis, own: Score) -> Iterable[str]:
+    yield f"Readings, depths 1-{DEPTH}"
+    yield from _wrap(
+        f"acceptance of free chains | cross entropy of forced chains, nats | margin: nats a token "
+        f"saved [95% interval over texts], at least {d.minimum} to win",
+        "  ",
+    )
+    first = [c for c in d.candidates if c.against == FILE]
+    later = [c for c in d.candidates if c.against != FILE]
+    wide = max([len(FILE), *(len(c.name) for c in first)])
+    yield f"  {FILE:<{wide}}  {numbers(own)}"
+    for c in sorted(first, key=lambda c: -c.margin.value):
+        yield f"  {c.name:<{wide}}  {numbers(c.score)}  {c.margin.short} {c.outcome}"
+    for against in dict.fromkeys(c.against for c in later):
+        yield f"  on top of {against}:"
+        part = [c for c in later if c.against == against]
+        for c in sorted(part, key=lambda c: -c.margin.value):
+            added = c.name.removeprefix(f"{against} + ")
+            yield f"    {added:<{wide - 2}}  {numbers(c.score)}  {c.margin.short} {c.outcome}"
+
+
+FILE = "the file's"
+
+
+def numbers(score: Score) -> str:
+    """``0.91 0.85 0.80 0.74 | 0.40 0.52 0.61 0.70``"""
+    return f"{_joined(score.acceptance)} | {_joined(score.cross_entropy)}"
+
+
+def _joined(values: Sequence[float]) -> str:
+    return " ".join(f"{v:.2f}" for v in values)
+
+
+def _runtimes(runtimes: Sequence[Runtime]) -> Iterable[str]:
+    yield "Runtimes: does it serve the file as trained, and the acceptance that it would show"
+    for r in runtimes:
+        word = "refuses" if r.refused else "yes" if r.as_trained else "no"
+        shown = (
+            ""
+            if r.score is None
+            else (
+                f"  {_joined(r.score.acceptance)}  {r.score.accepted_drafts:.2f} of {DEPTH} accepted"
+            )
+        )
+        yield f"  {r.profile:<9} {word:<8}{shown}".rstrip()
+        for text in [*([r.refused] if r.refused else []), *map(str, r.patches), *r.notes]:
+            yield from _wrap(text, "            - ", "              ")
+
+
+def _wrap(text: str, first: str, rest: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
