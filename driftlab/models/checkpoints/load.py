@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from driftlab.config import DrafterConfig, Origin, refuse_assumptions
+from driftlab.config import DrafterConfig, Origin, Sourced, refuse_assumptions
 from driftlab.errors import CheckpointError, ConfigError, ContractError
 from driftlab.models.checkpoints import native
 from driftlab.models.checkpoints.dialects import NATIVE_KEY, Dialect
@@ -161,7 +161,11 @@ def _native(
     """driftlab's own layout: the contract stands in the file, only checks are left."""
     config, provenance = native.read_native(files)
     ledger = Ledger(overrides)
-    ledger.provenance = dict(provenance)
+    stated = {"dialect": Dialect.driftlab, **dict(config)}
+    ledger.provenance = {
+        name: Sourced(value=value, origin=Origin.read, where="driftlab's own layout")
+        for name, value in stated.items()
+    } | provenance
     ledger.put("source", files.source, Origin.read, "argument")
     changes: dict[str, Any] = {}
     if boundaries is not None:
