@@ -13,10 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_run
+from matplotlib.figure import Figure
 
 from driftlab.errors import ResourceError
 from driftlab.results import answers as answers_room
 from driftlab.results.answers import effects, summary
+from driftlab.results.figures import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.report import Answer, answers, summary_table, write_report
 from driftlab.results.slices import TextKind, take
@@ -65,7 +67,11 @@ def found(tables: Tables) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def page(tables: Tables, tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = write_report(tables, tmp_path_factory.mktemp("page") / "report.html")
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    with pytest.MonkeyPatch.context() as patch:
+        # What the figures look like is test_figures.py's business.
+        patch.setattr(FigureSpec, "figure", lambda *_: Figure(figsize=(1, 1)))
+        write_report(tables, path)
     return path.read_text(encoding="utf-8")
 
 
@@ -140,7 +146,7 @@ def test_an_interaction_that_exists_is_reported(tables: Tables) -> None:
         answers(with_columns(tables, log_rms_state_pre=logs)), "on the growth"
     ).sentence
     assert sentence.startswith("With the per-layer fusion norm, the effect of post-norm feedback")
-    assert re.search(r"is x4\.\d+ \[4\.\d+, 4\.\d+\] of that without", sentence)
+    assert re.search(r"is x4\.\d+ \[[34]\.\d+, 4\.\d+\] of that without", sentence)
 
 
 def test_a_target_without_a_sink_is_said_plainly(tables: Tables) -> None:
@@ -399,3 +405,18 @@ def test_a_run_directory_does_as_well(tmp_path: Path) -> None:
     run = synthetic_run.make_run(tmp_path / "r", seeds=(0,), prompts=("a", "b"), depth=2)
     assert isinstance(run, RunDirectory)
     assert answers(run)[0].sentence == answers(run.tables())[0].sentence
+
+
+def test_one_seed_and_overlapping_intervals_are_qualified(tables: Tables) -> None:
+    alone = tables.cells[tables.cells["seed"] == 0]
+    found = answers(replace(tables, cells=alone, cache={}))
+    assert found[0].sentence.endswith("(one seed: training noise not counted).")
+    # A shift far smaller than the spread over prompts, the same for every prompt.
+    better = tables.depths["cell"].astype(str).str.contains("post_norm")
+    chains = tables.depths["mode"] == "free"
+    accepted = tables.depths["n"] * 0.5 * (tables.depths["depth"] == 1)
+    level = tables.depths["prompt"].astype(str).str[-1].map(lambda c: 0.05 * (ord(c) % 9))
+    drafts = accepted * (1 + level + 0.05 * better)
+    shifted = answers(with_columns(tables, n_accepted=drafts.where(chains)))
+    sentence = answer(shifted, "post-norm feedback make acceptance longer").sentence
+    assert "(paired difference 0.025 [0.025, 0.025]; 2 of 2 seeds agree in sign)" in sentence

@@ -220,7 +220,10 @@ def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
     if c.effect.differs and not shown:
         doubt = "only weak evidence"
         weak = f"{kind} {c.effect.short}, lost when {family} comparisons are corrected for."
-    signs = f" ({c.effect.signs})" if c.effect.seeds > 1 else ""
+    notes = [c.effect.signs] if c.effect.seeds > 1 else ["one seed: training noise not counted"]
+    if c.before and c.after and c.before.low <= c.after.high and c.after.low <= c.before.high:
+        notes.insert(0, f"paired {kind} {c.effect.short}")  # what the two intervals do not show
+    signs = f" ({'; '.join(notes)})"
     if c.before is None or c.after is None:
         effect = f"the effect of post-norm feedback on {c.measure.name}"
         if not shown:

@@ -90,8 +90,8 @@ def _digits(value: float, low: float, high: float) -> int:
     width = high - low
     least, most = (2, 3) if abs(value) < 1 else (1, 2) if abs(value) < 10 else (0, 1)
     if math.isnan(width) or width <= 0:
-        return 2
-    return min(max(-math.floor(math.log10(width)), least), most)
+        return 3 if 0 < abs(value) < 0.1 else 2
+    return min(max(math.ceil(-math.log10(width / 3)), least), most)
 
 
 def _round(value: float, digits: int) -> str:
