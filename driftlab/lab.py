@@ -1,0 +1,743 @@
+"""A target and a drafter on the bench: probe, hook, intervene, speculate.
+
+lab = driftlab.open(target, drafter)           # shows contract, sites, sizes
+run = lab.probe(prompts, depth=8)              # run.steps, run.depths, ... are DataFrames
+run.plot.sink_by_depth()                       # matplotlib Axes
+with lab.hook("attn.pattern", fn): ...
+with lab.intervene(pin_norm()): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from hashlib import sha256
+from html import escape
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import ValidationError
+from tqdm import tqdm
+
+from driftlab.analysis import attribution
+from driftlab.analysis.interventions import Intervention, apply
+from driftlab.config import (
+    DrafterConfig,
+    MeasureSpec,
+    Origin,
+    Provenance,
+    Sourced,
+    refuse_assumptions,
+)
+from driftlab.data.corpus import Source, Writing, sources, write_corpus
+from driftlab.data.features import Dtype, Features, FeatureStore
+from driftlab.data.grammar import VOCABULARY, WordTokenizer
+from driftlab.data.prompts import Prompt, Rendering, load_prompts
+from driftlab.data.text import Text
+from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
+from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
+from driftlab.errors import ConfigError, DataError
+from driftlab.experiment import MICRO, RENDERING, _micro_target, _prompts, _spread
+from driftlab.models.checkpoints import load_drafter
+from driftlab.models.drafter import Drafter
+from driftlab.models.hooks import Captured, HookFn, attach, capture, points
+from driftlab.models.target import Target
+from driftlab.results.figures import Plots
+from driftlab.results.records import RunDirectory, Tables, _to_pandas
+from driftlab.results.schema import MEASURED, SCHEMAS
+from driftlab.results.shards import make_table, reduce_steps
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CACHE = Path("runs/cache")
+"""Where generated texts, captured states and the embedded target are kept by default."""
+
+Prompts = str | Path | Sequence[str | Prompt]
+
+
+def open(
+    target: str | Path | Target,
+    drafter: str | Path | Drafter,
+    *,
+    strict: bool = False,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    cache: str | Path = CACHE,
+) -> Lab:
+    """Load a pair and prove that it belongs together.
+
+    Parameters
+    ----------
+    target: a folder, a ``.gguf`` file, a hub id, ``micro`` (the embedded suite's target, trained
+        on first use), or a Target; see :meth:`Target.load` for more ways to load one.
+    drafter: a folder or hub id of any dialect, or a Drafter; see :func:`load_drafter`.
+    strict: refuse contradictions in the drafter's file, and every assumed value.
+    dtype: of a target that is loaded here, float32 by default. The drafter runs in float32.
+    cache: folder for what is generated and can be used again. It may be a run's own ``cache``.
+
+    Raises
+    ------
+    CheckpointError, ContractError: a file is damaged, or the two do not belong together.
+    AssumptionError: ``strict``, and a value was assumed.
+    ConfigError: ``dtype`` for a target that needs no loading.
+    """
+    cache = Path(cache)
+    if isinstance(target, Target) or str(target) == MICRO:
+        if dtype is not None:
+            raise ConfigError(
+                "dtype is for a target that is loaded here",
+                got=f"{target if isinstance(target, str) else target.name} and {dtype}",
+                remedy="Leave dtype out; a Target has its own, and micro runs in float32.",
+            )
+        if not isinstance(target, Target):
+            target = _micro_target(cache, "target learns the stories")
+    else:
+        target = Target.load(str(target), dtype=dtype or "float32")
+    if not isinstance(drafter, Drafter):
+        drafter = load_drafter(str(drafter), target=target, strict=strict)
+    if strict:
+        for model, owner in ((target, target.name), (drafter, "the drafter")):
+            refuse_assumptions(model.provenance, owner=owner)
+    return Lab(target, drafter, cache=cache)
+
+
+class Lab:
+    """A target with a drafter. Made by :func:`driftlab.open`; shows itself in a notebook.
+
+    Attributes
+    ----------
+    target: the verified model.
+    drafter: the drafter, or its changed version inside :meth:`intervene`.
+    cache: folder of generated texts and captured states, addressed by content.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, *, cache: str | Path = CACHE) -> None:
+        check_pair(target, drafter)
+        self.target, self.drafter, self.cache = target, drafter.eval(), Path(cache)
+        self._applied: tuple[Intervention, ...] = ()
+
+    # --- what it is ---------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer; the embedded suite's words for ``micro``."""
+        if self.target.tokenizer is not None:
+            return self.target.tokenizer
+        if self.target.name == MICRO and self.target.vocab_size == len(VOCABULARY):
+            return WordTokenizer()
+        raise ConfigError(
+            f"the target {self.target.name} has no tokenizer",
+            remedy="Give one: Target.from_model(model, tokenizer, name=...).",
+        )
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Token ids as text."""
+        return str(self.tokenizer.decode(list(tokens)))
+
+    @property
+    def contract(self) -> Provenance:
+        """Every resolved value of both models with its origin: read, derived or assumed."""
+        drafter = self.drafter
+        fields: Provenance = {}
+        for name in DrafterConfig.model_fields:
+            stated = Sourced(
+                value=getattr(drafter.config, name), origin=Origin.read, where="drafter's config"
+            )
+            fields[f"drafter.{name}"] = drafter.provenance.get(name, stated)
+        rest = {f"drafter.{n}": s for n, s in drafter.provenance.items()}
+        return {f"target.{n}": s for n, s in self.target.provenance.items()} | rest | fields
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names that :meth:`hook` and :meth:`capture` take, in the order of the model."""
+        return tuple(points(self.drafter))
+
+    @property
+    def variant(self) -> str:
+        """``per_layer+post_norm``, then ``+normed`` and ``+gated`` where they hold."""
+        config = self.drafter.config
+        return config.variant + ("+gated" if config.attention_gate else "")
+
+    @property
+    def condition(self) -> str:
+        """The interventions in force, as text; empty for the drafter as it was trained."""
+        return " + ".join(map(str, self._applied))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Parameters of both models, and bytes of the drafter's cache for each token."""
+        config = self.drafter.config
+        own = dict(self.drafter.named_parameters())
+        values = config.mla.v_head_dim if config.mla else config.head_dim
+        keys = config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim if config.mla else values
+        heads = config.num_heads if config.mla else config.num_kv_heads
+        itemsize = self.drafter.norm.weight.element_size()
+        return {
+            "target parameters": sum(p.numel() for p in self.target.model.parameters()),
+            "drafter parameters": sum(p.numel() for p in own.values()),
+            "drafter parameters without embeddings": sum(
+                p.numel() for n, p in own.items() if "embed" not in n
+            ),
+            "drafter cache, bytes a token": config.num_layers * heads * (keys + values) * itemsize,
+        }
+
+    def _summary(self) -> list[tuple[str, str]]:
+        config = self.drafter.config
+        shown = [
+            ("target", repr(self.target)),
+            ("drafter", f"{self.variant}, boundaries {config.boundaries}"),
+            ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} ids"),
+            *((name, f"{size:,}") for name, size in self.sizes.items()),
+            ("sites", f"{len(self.sites)}: {_shortened(self.sites)}"),
+        ]
+        if self._applied:
+            shown.insert(2, ("applied", self.condition))
+        return shown
+
+    def _contract_rows(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (name, _short(s.value), str(s.origin), s.where) for name, s in self.contract.items()
+        ]
+
+    def __repr__(self) -> str:
+        summary = self._summary()
+        wide = max(len(name) for name, _ in summary)
+        lines = [f"  {name:{wide}}  {value}" for name, value in summary]
+        rows = self._contract_rows()
+        a, b, c = (max(len(row[i]) for row in rows) for i in range(3))
+        lines += [f"    {n:{a}}  {v:{b}}  {o:{c}}  {w}".rstrip() for n, v, o, w in rows]
+        lines.insert(len(summary), "  contract")
+        return "\n".join(["Lab", *lines])
+
+    def _repr_html_(self) -> str:
+        summary = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"<td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self._summary()
+        )
+        marks = {Origin.assumed.value: "background:#fff0c2;color:#000"}
+        rows = "".join(
+            f"<tr style='{marks.get(row[2], '')}'>"
+            + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row)
+            + "</tr>"
+            for row in self._contract_rows()
+        )
+        assumed = sum(s.origin is Origin.assumed for s in self.contract.values())
+        return (
+            f"<table>{summary}</table><details><summary>contract: {len(self.contract)} values, "
+            f"{assumed} assumed</summary><table><tr><th>value of</th><th>is</th><th>origin</th>"
+            f"<th>where</th></tr>{rows}</table></details>"
+        )
+
+    # --- reading and changing values ----------------------------------------------------------
+
+    def hook(
+        self, globs: str | Iterable[str], fn: HookFn, *, depths: Iterable[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """Call ``fn(value, moment)`` at matching sites while the context is open.
+
+        ``moment`` has ``site``, ``depth``, ``anchors`` and ``rows``. None from ``fn`` leaves the
+        value, a tensor takes its place. Raises SiteError for a glob that matches nothing, and on
+        exit for a site that never fired.
+        """
+        return attach(self.drafter, globs, fn, depths=depths)
+
+    def capture(
+        self, globs: str | Iterable[str], *, depths: Iterable[int] | None = None
+    ) -> AbstractContextManager[Captured]:
+        """Keep the newest value of every matching (site, depth) while the context is open.
+
+        A probe runs texts in batches and once for each mode, so capture it on one prompt and
+        one mode, or a speculation of one round.
+        """
+        return capture(self.drafter, globs, depths=depths)
+
+    @contextmanager
+    def intervene(self, *interventions: Intervention) -> Iterator[Lab]:
+        """Run the drafter under ``interventions``; what is probed meanwhile is ``applied``.
+
+        Contexts nest. Raises ConfigError for an intervention that does not fit the drafter, and
+        SiteError on exit when the drafter was never run.
+        """
+        if not interventions:
+            raise ConfigError("no intervention is named", remedy="For example pin_norm().")
+        plain, before = self.drafter, self._applied
+        with apply(plain, interventions) as changed:
+            self.drafter, self._applied = changed, (*before, *interventions)
+            try:
+                yield self
+            finally:
+                self.drafter, self._applied = plain, before
+
+    # --- running ------------------------------------------------------------------------------
+
+    def speculate(
+        self,
+        prompt: str | Prompt | Sequence[int],
+        *,
+        depth: int = 8,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        draft: Draft = "greedy",
+        seed: int = 0,
+        rendering: Rendering = RENDERING,
+    ) -> Speculation:
+        """Continue one prompt (text, Prompt or token ids) by verified speculation.
+
+        At temperature 0 the continuation is the target's own greedy text, whatever the drafter
+        does; see :func:`driftlab.engines.chain.speculate` for the rule above it.
+        """
+        if isinstance(prompt, str | Prompt):
+            (source,) = self._sources([prompt], rendering, max_new_tokens)
+            tokens = list(source.tokens)
+        else:
+            tokens = list(prompt)
+        return speculate(
+            self.target,
+            self.drafter,
+            tokens,
+            depth=depth,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            draft=draft,
+            seed=seed,
+        )
+
+    def states(
+        self,
+        prompts: Prompts,
+        *,
+        temperature: float | Sequence[float] = 0.0,
+        max_new_tokens: int = 64,
+        limit: int | None = None,
+        seed: int = 0,
+        batch: int = 16,
+        rendering: Rendering = RENDERING,
+    ) -> Features:
+        """The target's own continuations of ``prompts`` and its states on them, from the cache.
+
+        ``.item(i)`` holds tokens [S], aux [S, A*Ht] and last [S, Ht] of one text, which is what
+        the functions of :mod:`driftlab.analysis.attribution` take. See :meth:`probe` for the
+        parameters.
+        """
+        found = self._sources(prompts, rendering, max_new_tokens)
+        return self._states(
+            found if limit is None else _spread(found, limit),
+            _temperatures(temperature),
+            max_new_tokens,
+            seed,
+            batch,
+        )
+
+    def probe(
+        self,
+        prompts: Prompts,
+        *,
+        depth: int = 8,
+        temperature: float | Sequence[float] = 0.0,
+        max_new_tokens: int = 64,
+        modes: Sequence[Literal["free", "forced"]] = ("free", "forced"),
+        limit: int | None = None,
+        sink: Literal["first", "auto"] | tuple[int, ...] = "first",
+        recent: int = 8,
+        max_anchors: int | None = None,
+        shapley: bool = False,
+        seed: int = 0,
+        batch: int = 16,
+        rendering: Rendering = RENDERING,
+    ) -> ProbeRun:
+        """Measure the drafter on the target's own continuations of ``prompts``.
+
+        Texts and states are found in ``cache`` when they were made before, so that the same
+        probe under an intervention runs on the same texts.
+
+        Parameters
+        ----------
+        prompts: ``held-out``, ``train``, ``micro`` or a ``.jsonl`` file; or a list of Prompts
+            and of strings, each one user turn.
+        depth: how deep every chain drafts.
+        temperature: of the text, 0 is greedy; or both, as in ``(0.0, 1.0)``.
+        max_new_tokens: longest continuation; only anchors with ``depth`` tokens after the
+            newest one are measured.
+        modes: chains that read their own drafts (free), or the text's tokens (forced).
+        limit: at most so many prompts, at even distances.
+        sink, recent, max_anchors: see :class:`driftlab.config.MeasureSpec`.
+        shapley: fill ``fused.shapley`` (2^A more passes at depth 1).
+        seed: of sampled text. batch: prompts that the target continues, and texts that the
+            drafter runs, at a time.
+        rendering: chat template and BOS; another than the default makes the row ``applied``.
+
+        Raises
+        ------
+        DataError: no prompts, a prompt beyond the context, or texts too short for ``depth``.
+        ConfigError: an impossible setting.
+        """
+        try:
+            spec = MeasureSpec(
+                depth=depth,
+                modes=tuple(modes),
+                sink=sink,
+                recent=recent,
+                max_anchors=max_anchors,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"{'.'.join(map(str, first['loc']))}: {first['msg']}", got=first["input"]
+            ) from None
+        temperatures = _temperatures(temperature)
+        found = self._sources(prompts, rendering, max_new_tokens)
+        if limit is not None:
+            found = _spread(found, limit)
+        features = self._states(found, temperatures, max_new_tokens, seed, batch)
+        condition = self.condition
+        if rendering != RENDERING:
+            condition = " + ".join(filter(None, (f"rendering {rendering.name}", condition)))
+        cell = self.variant + (f"/{condition}" if condition else "")
+        pieces = self._measure(features, spec, cell, batch, shapley)
+        pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
+        pieces["prompts"] = [make_table("prompts", _prompt_rows(features, found, spec), cell)]
+        config = {
+            "measure": spec.model_dump(mode="json"),
+            "prompts": [s.id for s in found],
+            "temperatures": temperatures,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+            "rendering": rendering.name,
+            "drafter": self.drafter.config.model_dump(mode="json"),
+            "interventions": {cell: [i.record() for i in self._applied]},
+        }
+        manifest = {
+            "name": "probe",
+            "config": config,
+            "inputs": {
+                "target": self.target.fingerprint,
+                "states": features.key,
+                "drafters": {cell: _weights_sha(self.drafter)},
+            },
+            "resolved": {n: s.model_dump(mode="json") for n, s in self.contract.items()},
+            "assumed": {
+                n: s.model_dump(mode="json")
+                for n, s in self.contract.items()
+                if s.origin is Origin.assumed
+            },
+            "versions": {n: version(n) for n in ("driftlab", "torch", "transformers")},
+        }
+        return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)
+
+    def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
+        room = self.target.max_position - new
+        if str(prompts) == MICRO and self.target.tokenizer is None:
+            return _prompts(MICRO, self.target, "held-out", room)
+        if isinstance(prompts, str | Path):
+            found = load_prompts(prompts)
+        else:
+            found = [
+                p if isinstance(p, Prompt) else Prompt(f"prompt-{i:03d}", "given", p)
+                for i, p in enumerate(prompts)
+            ]
+        if twice := sorted({a.id for a, b in pairwise(sorted(found, key=_id)) if a.id == b.id}):
+            raise DataError("prompt ids occur twice", got=", ".join(twice[:3]))
+        return sources(found, self.tokenizer, rendering, limit=room)
+
+    def _states(
+        self,
+        found: Sequence[Source],
+        temperatures: Sequence[float],
+        max_new_tokens: int,
+        seed: int,
+        batch: int,
+    ) -> Features:
+        texts: list[Text] = []
+        for temperature in temperatures:
+            writing = Writing(max_new_tokens, temperature, seed, batch)
+            label = f"target writes, temperature {temperature:g}"
+            texts += write_corpus(self.target, found, writing, self.cache / "texts", progress=label)
+        dtype: Dtype = "float32" if self.target.dtype == torch.float32 else "bfloat16"
+        return FeatureStore(self.cache / "states").build(
+            self.target,
+            sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
+            self.drafter.config.boundaries,
+            dtype=dtype,
+            batch=batch,
+            progress="states of the target",
+        )
+
+    def _measure(
+        self, features: Features, spec: MeasureSpec, cell: str, batch: int, shapley: bool
+    ) -> dict[str, list[pa.Table]]:
+        """Checked tables of every text, in the order of their keys."""
+        texts = features.texts
+        if not any(len(measurable_anchors(text, spec)) for text in texts):
+            raise DataError(
+                f"no text has {spec.depth} tokens after a first generated one",
+                remedy="Raise max_new_tokens or lower depth.",
+            )
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
+        made: dict[int, dict[str, pa.Table]] = {}
+        with tqdm(total=len(order), desc=f"probe {cell}", unit="text", disable=None) as bar:
+            for start in range(0, len(order), batch):
+                rows = order[start : start + batch]
+                for i, tables in zip(rows, self._rows(features, rows, spec, shapley), strict=True):
+                    where = f"cell {cell}, prompt {texts[i].prompt_id}"
+                    made[i] = {n: make_table(n, {"cell": cell, **c}, where) for n, c in tables}
+                    if "steps" in made[i]:
+                        made[i]["depths"] = reduce_steps(made[i]["steps"], where)
+                bar.update(len(rows))
+        names = (*MEASURED, "depths")
+        found = {n: [made[i][n] for i in range(len(texts)) if n in made[i]] for n in names}
+        return {n: tables or [SCHEMAS[n].empty_table()] for n, tables in found.items()}
+
+    def _rows(
+        self, features: Features, rows: Sequence[int], spec: MeasureSpec, shapley: bool
+    ) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+        drafter = self.drafter
+        dtype = drafter.norm.weight.dtype
+        items = [features.item(i) for i in rows]
+        aux = [item["aux"].to(dtype) for item in items]
+        measured = probe(
+            drafter,
+            [features.texts[i] for i in rows],
+            aux,
+            spec,
+            target_probabilities=[
+                target_probabilities(self.target, item["last"], drafter.draft_to_target)
+                for item in items
+            ],
+        )
+        for one, states in zip(measured, aux, strict=True):
+            text = one.text
+            labels = {"prompt": text.prompt_id, "text": text.kind}
+            tables: list[tuple[str, dict[str, Any]]] = [
+                (n, {**labels, **storable(c)}) for n, c in one.tables.items()
+            ]
+            for name, columns in tables:
+                if name == "steps":
+                    columns["temperature"] = text.temperature
+                elif name == "fused" and shapley:
+                    value = attribution.shapley(
+                        drafter,
+                        torch.tensor(text.tokens),
+                        states,
+                        anchors=measurable_anchors(text, spec),
+                    ).mean()[:, 0]
+                    columns["shapley"] = np.ma.masked_invalid(value.numpy())
+            yield tables
+
+    def _cell(self, cell: str, condition: str, features: Features) -> dict[str, Any]:
+        config = self.drafter.config
+        known = set(self.drafter.draft_to_target.tolist())
+        said = [token for text in features.texts for token in text.continuation]
+        source = self.drafter.provenance.get("source")
+        return {
+            "cell": cell,
+            "variant": self.variant,
+            "fusion_norm": config.fusion_norm.value,
+            "feedback": config.feedback.value,
+            "residual": config.residual.value,
+            "attention_gate": config.attention_gate,
+            "axis": "applied" if condition else "trained",
+            "condition": condition,
+            "status": "done",
+            "n_parameters": self.sizes["drafter parameters without embeddings"],
+            "coverage": sum(token in known for token in said) / max(1, len(said)),
+            "note": None if source is None else f"drafter {source.value}",
+        }
+
+
+class ProbeRun:
+    """What a probe found: tables as DataFrames, and figures.
+
+    Attributes
+    ----------
+    steps, depths, heads, fused, prompts, cells: the tables of a stored run
+        (:mod:`driftlab.results.schema` has columns, units and meanings).
+    plot: ``run.plot.sink_by_depth()`` and the like, each on matplotlib Axes.
+    manifest: settings, hashes of the models and texts, interventions, assumed values.
+    """
+
+    def __init__(self, arrow: Mapping[str, pa.Table], manifest: Mapping[str, Any]) -> None:
+        self._arrow, self.manifest = dict(arrow), dict(manifest)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["steps"], False)
+
+    @cached_property
+    def depths(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["depths"], False)
+
+    @cached_property
+    def heads(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["heads"], False)
+
+    @cached_property
+    def fused(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["fused"], False)
+
+    @cached_property
+    def prompts(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["prompts"], False)
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        return _to_pandas(self._arrow["cells"], False)
+
+    @cached_property
+    def _tables(self) -> Tables:
+        names = ("depths", "heads", "fused", "prompts", "cells")
+        frames: dict[str, Any] = {n: _to_pandas(self._arrow[n], True) for n in names}
+        return Tables(**frames, manifest=self.manifest)
+
+    def tables(self) -> Tables:
+        """The small tables, as statistics, figures and the report read them."""
+        return self._tables
+
+    @property
+    def plot(self) -> Plots:
+        return Plots(self._tables)
+
+    def beside(self, *others: ProbeRun) -> ProbeRun:
+        """This run and ``others`` as one, to be drawn in one figure, paired by prompt.
+
+        Raises DataError when they measured other texts, or hold the same cell twice.
+        """
+        for other in others:
+            if not self._arrow["prompts"].equals(other._arrow["prompts"]):
+                raise DataError(
+                    "the runs were measured on different texts or anchors",
+                    remedy="Probe the same prompts with the same settings; only the drafter or "
+                    "its interventions may differ.",
+                )
+        runs = (self, *others)
+        cells = [c for run in runs for c in run._arrow["cells"]["cell"].to_pylist()]
+        if len(set(cells)) < len(cells):
+            raise DataError(
+                "two runs have the same cell",
+                got=", ".join(sorted({c for c in cells if cells.count(c) > 1})),
+                remedy="Each needs another drafter variant or intervention.",
+            )
+        arrow = {
+            n: table if n == "prompts" else pa.concat_tables(run._arrow[n] for run in runs)
+            for n, table in self._arrow.items()
+        }
+        config, inputs = dict(self.manifest["config"]), dict(self.manifest["inputs"])
+        for key, place in (("interventions", config), ("drafters", inputs)):
+            name = "config" if place is config else "inputs"
+            place[key] = {k: v for run in runs for k, v in run.manifest[name][key].items()}
+        return ProbeRun(arrow, {**self.manifest, "config": config, "inputs": inputs})
+
+    def save(self, path: str | Path) -> RunDirectory:
+        """Store the run in a folder; ``driftlab.load_run`` and the command line read it.
+
+        Raises RunError when ``path`` holds another run.
+        """
+        with RunDirectory.create(path, self.manifest) as run:
+            for cell in self._arrow["cells"].to_pylist():
+                run.write_cell(cell)
+                for prompt in sorted(set(self._arrow["steps"]["prompt"].to_pylist())):
+                    run.write(
+                        cell["cell"],
+                        prompt,
+                        {n: _part(self._arrow[n], cell["cell"], prompt) for n in MEASURED},
+                    )
+            run.write_prompts(_columns(self._arrow["prompts"]))
+            run.finish()
+        return RunDirectory.open(path)
+
+    def __repr__(self) -> str:
+        cells = ", ".join(self.cells["cell"])
+        texts = self._arrow["prompts"]
+        return (
+            f"ProbeRun({cells}: {texts.num_rows} texts, "
+            f"{sum(texts['n_anchors'].to_pylist())} anchors, "
+            f"depths 1..{int(self.depths['depth'].max())})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{self.overview().to_html(float_format='{:.3g}'.format)}"
+
+    def overview(self) -> pd.DataFrame:
+        """Means over prompts by cell, text, mode and depth: accuracy, attention, size."""
+        frame = self.depths.assign(correct=self.depths["n_correct"] / self.depths["n"])
+        shown = ["correct", "sink", "draft_mass", "self_mass", "entropy", "rms_state_pre"]
+        shown += ["rms_feedback", "tv"]
+        return frame.groupby(["cell", "text", "mode", "depth"])[shown].mean()
+
+
+def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    return {name: table[name] for name in table.column_names}
+
+
+def _part(table: pa.Table, cell: str, prompt: str) -> dict[str, pa.ChunkedArray]:
+    import pyarrow.compute as pc
+
+    keep = pc.and_(pc.equal(table["cell"], cell), pc.equal(table["prompt"], prompt))
+    return _columns(table.filter(keep))
+
+
+def _prompt_rows(
+    features: Features, found: Sequence[Source], spec: MeasureSpec
+) -> dict[str, list[Any]]:
+    rendered = {source.id: source.rendered for source in found}
+    rows = []
+    for text in features.texts:
+        made = rendered[text.prompt_id]
+        rows.append(
+            {
+                "prompt": text.prompt_id,
+                "category": text.category,
+                "text": text.kind,
+                "temperature": text.temperature,
+                "n_prompt": text.prompt_len,
+                "n_text": len(text.tokens),
+                "n_anchors": len(measurable_anchors(text, spec)),
+                "first_token": text.tokens[0],
+                "bos": made.bos if made else True,
+                "template_sha": made.template_sha if made else None,
+                "loops": text.loops,
+                "tokens_sha": text.tokens_sha,
+            }
+        )
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
+    """At most one greedy and one sampled text for each prompt: tables tell them apart by that."""
+    found = tuple(given) if isinstance(given, Sequence) else (given,)
+    if not found or any(t < 0 for t in found) or len({t > 0 for t in found}) < len(found):
+        raise ConfigError(
+            "temperature takes 0 (greedy), one value above 0 (sampled), or both", got=found
+        )
+    return found
+
+
+def _weights_sha(drafter: Drafter) -> str:
+    digest = sha256()
+    for name, tensor in sorted(drafter.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _id(prompt: Prompt) -> str:
+    return prompt.id
+
+
+def _short(value: object, limit: int = 60) -> str:
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _shortened(sites: Sequence[str]) -> str:
+    """Site names, those of the captured states under one ``{i}``."""
+    named = dict.fromkeys(
+        ".".join("{i}" if part.isdigit() else part for part in site.split(".")) for site in sites
+    )
+    return ", ".join(named)
