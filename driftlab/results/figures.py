@@ -349,10 +349,10 @@ def _panels(
     from figure to figure.
     """
     width, height = figure.get_size_inches()
-    left, right, top = 0.46, 0.08, 0.22 if titles else 0.07
+    left, right, top = 0.52, 0.08, 0.22 if titles else 0.07
     bottom = 0.36 + 0.13 * legend
     across = (width - left - right) / columns
-    wspace, hspace = (0.12, 0.12) if shared else (0.5, 0.12)
+    wspace, hspace = (0.12, 0.12) if shared else (0.52, 0.12)
     hspace += 0.18 if titles else 0.0
     down = (height - bottom - top) / rows
     axes: np.ndarray = figure.subplots(
