@@ -169,7 +169,8 @@ class TargetSpec(Frozen):
 class TextSpec(Frozen):
     """Which text the drafters learn from and are measured on."""
 
-    train_prompts: str  # named set, a .jsonl file, or "micro"
+    train_prompts: str | None = None  # named set, .jsonl file or "micro", continued by the target
+    given: str | None = None  # a .jsonl file of whole texts to learn from instead
     measure_prompts: str
     train_tokens: Annotated[int, Field(gt=0)]
     max_new_tokens: Annotated[int, Field(gt=0)] = 128
@@ -181,7 +182,9 @@ class TextSpec(Frozen):
     limit: Annotated[int, Field(gt=0)] | None = None  # measure at most this many prompts
 
     @model_validator(mode="after")
-    def _one_of_each_kind(self) -> TextSpec:
+    def _consistent(self) -> TextSpec:
+        if (self.train_prompts is None) == (self.given is None):
+            raise ValueError("give either train_prompts or given")
         sampled = [t for t in self.temperatures if t > 0]
         if not self.temperatures or len(sampled) > 1 or len(self.temperatures) > 2:
             raise ValueError(

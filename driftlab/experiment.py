@@ -15,9 +15,9 @@ import os
 import platform
 import queue
 import shutil
+import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from hashlib import sha256
@@ -40,7 +40,7 @@ from driftlab.config import (
     refuse_assumptions,
 )
 from driftlab.data import grammar
-from driftlab.data.corpus import Source, Writing, sources, write_corpus
+from driftlab.data.corpus import Source, Writing, read_given, sources, write_corpus
 from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.data.text import Text
@@ -56,7 +56,7 @@ from driftlab.results.records import RunDirectory
 MICRO = "micro"
 RENDERING = Rendering("default")
 # The embedded target: about ten CPU-seconds.
-MICRO_STORIES, MICRO_STEPS, MICRO_BATCH, MICRO_LENGTH, MICRO_LR = 1500, 250, 16, 96, 4e-3
+MICRO_STORIES, MICRO_STEPS, MICRO_BATCH, MICRO_LENGTH, MICRO_LR = 1500, 240, 8, 104, 1e-2
 MICRO_TRAIN_PROMPTS, MICRO_PROMPT_TOKENS = 400, 14
 
 
@@ -222,7 +222,6 @@ class _Plan:
         spec = self.experiment.text
         longest = spec.measure_new_tokens or spec.max_new_tokens
         room = target.max_position - max(spec.max_new_tokens, longest)
-        learn = _prompts(spec.train_prompts, target, "train", room)
         held = _prompts(spec.measure_prompts, target, "held-out", room)
         if spec.limit is not None:
             held = _spread(held, spec.limit)
@@ -232,11 +231,7 @@ class _Plan:
             writing = Writing(longest, temperature, spec.seed + 1, spec.batch)
             label = self._label(f"texts to measure on, temperature {temperature}")
             measured += write_corpus(target, held, writing, folder, progress=label)
-        writing = Writing(
-            spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
-        )
-        label = self._label("texts to learn from")
-        learned = write_corpus(target, learn, writing, folder, progress=label)
+        learned = self._texts_to_learn(target, room)
         measure = self.experiment.measure
         if not any(len(measurable_anchors(t, measure)) for t in measured):
             raise DataError(
@@ -244,6 +239,19 @@ class _Plan:
                 remedy="Raise text.max_new_tokens or lower measure.depth.",
             )
         return learned, measured, held
+
+    def _texts_to_learn(self, target: Target, room: int) -> list[Text]:
+        spec = self.experiment.text
+        if spec.given is not None:
+            if target.tokenizer is None:
+                raise ConfigError("given texts need a target with a tokenizer", got=target.name)
+            return read_given(spec.given, target.tokenizer, max_tokens=spec.train_tokens)
+        prompts = _prompts(str(spec.train_prompts), target, "train", room)
+        writing = Writing(
+            spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
+        )
+        label = self._label("texts to learn from")
+        return write_corpus(target, prompts, writing, self.cache / "texts", progress=label)
 
     def store_states(
         self, store: FeatureStore, target: Target, texts: Sequence[Text], label: str
@@ -482,6 +490,11 @@ def _run_jobs(jobs: Sequence[CellJob], workers: int, *, quiet: bool) -> dict[str
     return failed
 
 
+def _leave_ctrl_c() -> None:
+    """Ctrl-C reaches every process of a terminal; only the owner answers it, and ends us."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _job(job: CellJob, ticks: Any) -> None:
     run_cell(job, _Ticker(ticks))
 
@@ -530,14 +543,3 @@ def _hardware() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def argv() -> str:
-    """The command as it was typed."""
-    return " ".join(["driftlab", *sys.argv[1:]])
-
-
-def outcomes(run: RunDirectory) -> Iterator[tuple[str, str]]:
-    """(cell, status) of every cell."""
-    for row in run.cells.itertuples():
-        yield str(row.cell), str(row.status)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from driftlab.data.prompts import Prompt, Rendered, Rendering
+from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, render
 from driftlab.data.text import Text
 from driftlab.errors import DataError
 from driftlab.models.target import Target
@@ -110,6 +110,57 @@ def write_corpus(
             written += new
             bar.update(min(new, max(0, total - bar.n)))
     return texts
+
+
+def read_given(path: str | Path, tokenizer: Any, *, max_tokens: int) -> list[Text]:
+    """Whole texts from a .jsonl file, up to ``max_tokens`` tokens in all, in the file's order.
+
+    Each line holds ``prompt`` and ``response``, or ``messages`` that end with the assistant's;
+    the prompt is rendered with the chat template where there is one.
+
+    Raises
+    ------
+    DataError: as `load_prompts`, or a line without a response; its number is given.
+    """
+    prompts = load_prompts(path)
+    responses = _responses(Path(path))
+    texts: list[Text] = []
+    total = 0
+    for prompt, (number, response) in zip(prompts, responses, strict=True):
+        if not response:
+            raise DataError(
+                f"{path}, line {number}: no response to learn from",
+                remedy='Give "response", or "messages" with the assistant\'s answer.',
+            )
+        source = render(prompt, tokenizer)
+        answer = tokenizer.encode(response, add_special_tokens=False, split_special_tokens=True)
+        text = Text.of(
+            prompt.id,
+            prompt.category,
+            source.tokens,
+            answer,
+            kind="given",
+            temperature=None,
+            origin=str(path),
+        )
+        texts.append(text)
+        total += len(text.tokens)
+        if total >= max_tokens:
+            break
+    return texts
+
+
+def _responses(path: Path) -> Iterator[tuple[int, str | None]]:
+    """(line number, response) of every line that holds a record; `load_prompts` checked them."""
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = json.loads(line)
+        answer = record.get("response")
+        if answer is None:
+            said = [m for m in record.get("messages", []) if m.get("role") == "assistant"]
+            answer = said[0].get("content") if said else None
+        yield number, answer if isinstance(answer, str) else None
 
 
 def _chunks(prompts: Sequence[Source], size: int) -> Iterator[tuple[int, Sequence[Source]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -28,7 +29,8 @@ def pretrain(
     seed: int,
     progress: str = "",
 ) -> nn.Module:
-    """Train a small Llama on ``texts_tokens`` joined end to end, in windows of ``length`` tokens.
+    """Train a small Llama on ``texts_tokens`` joined end to end, in windows of ``length`` tokens
+    that open where a text opens.
 
     AdamW (beta2 0.95, weight decay 0.01) under a cosine schedule with 5 % warm-up, gradients
     clipped to norm 1. The same arguments give the same weights on the same build of torch; the
@@ -74,11 +76,14 @@ def pretrain(
         ),
     )
     window = torch.arange(length + 1)
+    # A window opens where a text opens, so that what it repeats was said inside it.
+    begins = torch.tensor([0, *itertools.accumulate(len(text) for text in texts_tokens)])
+    begins = begins[begins < len(stream) - length]
     model.train()
     with tqdm(range(steps), desc=progress, unit="step", disable=None if progress else True) as bar:
         for step in bar:
-            starts = torch.randint(len(stream) - length, (batch, 1), generator=generator)
-            tokens = stream[starts + window]
+            chosen = torch.randint(len(begins), (batch,), generator=generator)
+            tokens = stream[begins[chosen][:, None] + window]
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             if not torch.isfinite(loss):

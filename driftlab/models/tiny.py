@@ -28,6 +28,8 @@ def tiny_llama(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_position,
+        # Wider than HuggingFace's 0.02: so narrow a model copies names late or never with that.
+        initializer_range=hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
