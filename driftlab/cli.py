@@ -14,6 +14,7 @@ from driftlab.config import Experiment, Feedback, FusionNorm, build_experiment, 
 from driftlab.errors import ConfigError, DriftlabError, ResourceError
 
 if TYPE_CHECKING:
+    from driftlab.models.target import Target as LoadedTarget
     from driftlab.results.records import RunDirectory
 
 # torch and transformers take seconds to import, so each verb imports what it needs.
@@ -100,22 +101,62 @@ def probe(
     strict: Strict = False,
 ) -> None:
     """Measure one drafter on the target's own text."""
-    from driftlab.experiment import probe_pair
+    from driftlab import lab
 
     out = out or Path("runs") / "probe"
-    run = probe_pair(
-        target,
-        drafter,
-        prompts,
-        out,
-        depth=depth,
-        temperature=temperature,
-        max_new_tokens=tokens,
-        limit=limit,
-        strict=strict,
-        command=_command(),
+    pair = lab.open(target, drafter, strict=strict, cache=out.parent / "cache")
+    measured = pair.probe(
+        prompts, depth=depth, temperature=temperature, max_new_tokens=tokens, limit=limit
     )
-    _finish(run)
+    _finish(measured.save(out))
+
+
+@app.command()
+def doctor(
+    target: Target,
+    drafter: DrafterPath,
+    profile: Annotated[
+        str, typer.Option("--as", help="Compute as this runtime: vllm, sglang, trtllm, llamacpp.")
+    ] = "trained",
+    tokens: Annotated[int, typer.Option(min=200, help="The target's own text.")] = 2000,
+    fix: Annotated[Path | None, typer.Option(help="Write a corrected copy there.")] = None,
+    strict: Strict = False,
+) -> None:
+    """Check that a drafter is read as it was trained: exit 0 clean, 3 doubtful, 4 wrong."""
+    from driftlab import doctor as checks
+
+    found = checks.examine(
+        _open_target(target),
+        drafter,
+        tokens=tokens,
+        strict=strict,
+        as_profile=profile,
+        progress=True,
+    )
+    typer.echo(str(found))
+    if fix is not None:
+        checks.fix(found, fix)
+        typer.echo(f"corrected copy: {fix}")
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def export(
+    drafter: DrafterPath,
+    to: Annotated[str, typer.Option(help="vllm, sglang, speculators or safeailab.")],
+    out: Annotated[Path, typer.Option(help="Folder for the written drafter.")],
+    target: Annotated[
+        str | None, typer.Option(help="Target, for files that leave parts to it.")
+    ] = None,
+) -> None:
+    """Write a drafter as another engine or trainer reads it."""
+    from driftlab.models.checkpoints import load_drafter, save_drafter
+
+    opened = None if target is None else _open_target(target)
+    made = load_drafter(drafter, target=opened)
+    for note in save_drafter(made, out, dialect=to, target=opened):
+        typer.echo(f"note: {note}")
+    typer.echo(f"written: {out}")
 
 
 @app.command()
@@ -182,6 +223,13 @@ def report(
     from driftlab.results.report import write_report
 
     typer.echo(str(write_report(RunDirectory.open(run), out or run / "report.html")))
+
+
+def _open_target(source: str) -> LoadedTarget:
+    from driftlab.config import TargetSpec
+    from driftlab.experiment import open_target
+
+    return open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
 
 
 def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:

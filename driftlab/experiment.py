@@ -37,6 +37,7 @@ from driftlab.config import (
     Provenance,
     Residual,
     Sourced,
+    TargetSpec,
     refuse_assumptions,
 )
 from driftlab.data import grammar
@@ -193,15 +194,7 @@ class _Plan:
 
     def load_target(self) -> Target:
         spec = self.experiment.target
-        if spec.source == MICRO:
-            target = _micro_target(self.cache, self._label("target learns the stories"))
-        else:
-            target = Target.load(
-                spec.source,
-                revision=spec.revision,
-                dtype=spec.dtype,
-                trust_remote_code=spec.trust_remote_code,
-            )
+        target = open_target(spec, self.cache, label=self._label("target learns the stories"))
         self.provenance |= {f"target.{n}": s for n, s in target.provenance.items()}
         boundaries = spec.boundaries
         if boundaries is None:
@@ -422,8 +415,19 @@ def _prompts(name: str, target: Target, stream: Any, room: int) -> list[Source]:
     return sources(load_prompts(name), target.tokenizer, RENDERING, limit=room)
 
 
+def open_target(spec: TargetSpec, cache: Path, *, label: str = "") -> Target:
+    """Load a target; ``micro`` is the embedded one, trained once for each ``cache``."""
+    if spec.source == MICRO:
+        return _micro_target(cache, label)
+    return Target.load(
+        spec.source,
+        revision=spec.revision,
+        dtype=spec.dtype,
+        trust_remote_code=spec.trust_remote_code,
+    )
+
+
 def _micro_target(cache: Path, label: str) -> Target:
-    """The embedded target, trained once for each cache."""
     from safetensors.torch import load_file, save
 
     from driftlab.models.tiny import tiny_llama
