@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from golden.cases import write_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
@@ -1013,6 +1016,7 @@ def test_nothing_is_skipped_or_filled_in(read: Read) -> None:
         ("num_attention_heads", 0),
         ("num_attention_heads", True),
         ("rms_norm_eps", -1.0),
+        ("hidden_act", "swoosh"),
         ("eagle_config", [1]),
     ],
 )
@@ -1020,6 +1024,40 @@ def test_a_config_that_lies(read: Read, field: str, value: Any) -> None:
     config, tensors = plain()
     with pytest.raises(DriftlabError, match=field if field != "target_hidden_size" else "width"):
         read(config | {field: value}, tensors)
+
+
+JUNK = st.sampled_from(
+    [
+        *(None, 0, -1, 1, 3, 2.5, float("nan"), True, "x", "linear", 10**12),
+        *([], [1], [None], [3, 2, 1], {}, {"a": 1}, {"full_attention": 3}),
+        {"rope_type": "yarn", "factor": -1},
+    ]
+)
+KEYS = st.sampled_from(
+    [
+        *sizes(),
+        *(IDS, "rope_scaling", "rope_parameters", "layer_types", "sliding_window"),
+        *("eagle_config", "num_aux_hidden_states", "architectures", "speculators_model_type"),
+        *("transformer_layer_config", "driftlab_export", "target_hidden_size", "norm_output"),
+        *("tie_word_embeddings", "logit_scale", "model_type", "head_dim", "parallel_draft_step"),
+    ]
+)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(SPELLINGS), st.dictionaries(KEYS, JUNK, min_size=1, max_size=2), st.booleans()
+)
+def test_junk_in_a_config_is_an_error_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, dialect: str, junk: Config, nested: bool
+) -> None:
+    config, tensors = spell(dialect)
+    inner = config.get("transformer_layer_config")
+    place = inner if nested and inner is not None else config
+    place.update(junk)
+    folder = write_checkpoint(tmp_path_factory.getbasetemp() / "junk", config, tensors)
+    with contextlib.suppress(DriftlabError):
+        assert chain(load_drafter(folder, target=TARGET), depth=2).isfinite().all()
 
 
 def test_sizes_that_trainers_get_wrong_are_noted(read: Read) -> None:

@@ -79,9 +79,9 @@ TRAITS: Mapping[Dialect, Traits] = {
 
 def refuse_other_families(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError when the files hold another kind of drafter, by its name."""
-    eagle = config.get("eagle_config") or {}
+    eagle = _eagle(config)
     names = [name.removeprefix("model.") for name in tensors]
-    architectures = " ".join(map(str, config.get("architectures") or [])).lower()
+    architectures = " ".join(_architectures(config)).lower()
     kind = str(config.get("speculators_model_type") or "eagle3").lower()
 
     def key(*keys: str) -> str | None:
@@ -120,6 +120,20 @@ def refuse_other_eagle(tensors: Mapping[str, Tensor], hidden_size: int) -> None:
         raise _other("EAGLE-1/2", f"{first} with {hidden_size} input features, not twice as many")
 
 
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("architectures") or []
+    if not isinstance(found, list) or any(not isinstance(name, str) for name in found):
+        raise CheckpointError("config.json: architectures is no list of names", got=repr(found))
+    return found
+
+
+def _eagle(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = config.get("eagle_config") or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError("config.json: eagle_config is no object", got=repr(found))
+    return found
+
+
 def _first_projection(tensors: Mapping[str, Tensor]) -> str | None:
     stems = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa")
     names = (f"layers.0.self_attn.{stem}.weight" for stem in stems)
@@ -153,8 +167,8 @@ def recognise(config: Mapping[str, Any], names: Iterable[str]) -> Sourced:
             ) from None
     if config.get("speculators_model_type") is not None or "transformer_layer_config" in config:
         return _read(Dialect.speculators, "speculators_model_type")
-    arch = next(iter(config.get("architectures") or []), "")
-    eagle = config.get("eagle_config") or {}
+    arch = next(iter(_architectures(config)), "")
+    eagle = _eagle(config)
     midlayer = any(n.startswith("midlayer.") for n in names)
     embedded = bool({"embed_tokens.weight", "model.embed_tokens.weight"} & names)
     torchspec = config.get("_torchspec_version") is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,8 @@ class Fields:
             raise CheckpointError(
                 f"{self.where}: {name} has the wrong type", got=f"{value!r}, not {kind.__name__}"
             )
+        if kind is float and not math.isfinite(value):
+            raise CheckpointError(f"{self.where}: {name} is no finite number", got=value)
         return Sourced(value=value, origin=origin, where=where)
 
     def need(self, name: str, kind: type) -> Sourced:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.activations import ACT2FN
+
 from driftlab.config import MLA, Origin, Sourced
 from driftlab.errors import CheckpointError
 from driftlab.models.checkpoints.dialects import Dialect
@@ -191,6 +193,12 @@ def resolve_mlp(sheet: Sheet, hidden: int) -> dict[str, Any]:
     act = sheet.layer.get("hidden_act", str)
     if act is None:
         sheet.ledger.assumed("hidden_act", "silu", "hidden_act is absent")
+    elif act.value not in ACT2FN:
+        raise CheckpointError(
+            f"{act.where} is unknown to transformers",
+            got=repr(act.value),
+            remedy="Name the activation that the drafter was trained with, often silu.",
+        )
     else:
         sheet.ledger.take("hidden_act", act)
     eps = sheet.layer.get("rms_norm_eps", float)

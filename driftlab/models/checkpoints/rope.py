@@ -40,6 +40,7 @@ _OPTIONAL = (
     "partial_rotary_factor",
     "factor",
 )
+_ANY_SIGN = {"mscale", "mscale_all_dim", "truncate"}
 _ALIASES = {"su": "longrope", "deepseek_yarn": "yarn", "mrope": "default"}
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 THETA = 10000.0
@@ -200,8 +201,10 @@ def _parameters(
         numbers = value if isinstance(value, list) else [value]
         if not numbers or any(not isinstance(n, int | float) for n in numbers):
             raise CheckpointError(f"{where}: {name} is no number", got=repr(value))
-        if name.endswith("factor") and any(n <= 0 for n in numbers):
+        if any(not math.isfinite(n) or (n <= 0 and name not in _ANY_SIGN) for n in numbers):
             raise CheckpointError(f"{where}: {name} must be above 0", got=repr(value))
+    if kept.get("partial_rotary_factor", 1) > 1:
+        raise CheckpointError(f"{where}: partial_rotary_factor is above 1")
     return kept
 
 
