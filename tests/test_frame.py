@@ -20,10 +20,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
-# Installed on request only, so absent from the lock.
-ON_REQUEST = {"multi"}
-
-
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
@@ -71,14 +67,12 @@ def test_pyproject_agrees_with_the_lock() -> None:
     named = {
         "build-system": PROJECT["build-system"]["requires"],
         "dependencies": PROJECT["project"]["dependencies"],
-        **{name: rows for name, rows in extras.items() if name not in ON_REQUEST},
+        **extras,
     }
     locked = lock()
     for where, rows in named.items():
         for name, version in pins(rows).items():
             assert locked.get(name) == version, f"{where}: {name}"
-    for name in ON_REQUEST:
-        assert not pins(extras[name]).keys() & locked.keys()
 
 
 def test_conda_takes_its_pins_from_the_lock() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -54,11 +53,6 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError("unknown dtype", got=dtype, remedy=f"Use one of {', '.join(DTYPES)}.")
     gguf = source.endswith(".gguf")
-    if (gguf or device_map is not None) and importlib.util.find_spec("accelerate") is None:
-        raise ConfigError(
-            "GGUF files and device_map need the package accelerate",
-            remedy="pip install accelerate==1.15.0",
-        )
     read = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantization: str | None = None
     n_bytes: int | None = None
