@@ -145,11 +145,9 @@ class Recorder:
     def add(self, step: Step) -> None:
         """Take one engine step; call once per depth, inside the context."""
         state, kept = step.state, self._depths[step.depth].per_row
-        for name, value in (("state_pre", state.pre), ("state_post", state.post)):
+        states = {"state_pre": state.pre, "state_post": state.post, "feedback": state.feedback}
+        for name, value in states.items():
             kept[f"rms_{name}"], kept[f"l2_{name}"] = measures.rms(value), measures.l2(value)
-        source = "state_post" if state.feedback is state.post else "state_pre"
-        kept["rms_feedback"] = kept[f"rms_{source}"]
-        kept["l2_feedback"] = kept[f"l2_{source}"]
         back = self.drafter.target_to_draft
         inside, log_q, rank = measures.truth_scores(step.logits, step.truth, back)
         kept |= {"in_vocab": inside, "logprob": log_q, "rank": rank}

@@ -277,8 +277,9 @@ class ChainAttention(nn.Module):
                     own[..., : len(chain) - self.window] = float("-inf")
                 scores = torch.cat([scores, own], dim=-1)
             scores = self.at_scores(rearrange(scores, "b g r t s -> b (g r) t s"))
-            pattern = self.at_pattern(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype))
-            pattern = rearrange(pattern, "b (g r) t s -> b g r t s", g=groups)
+            # The site holds fp32 in every dtype, so that recorded rows sum to 1.
+            pattern = self.at_pattern(scores.softmax(dim=-1, dtype=torch.float32))
+            pattern = rearrange(pattern, "b (g r) t s -> b g r t s", g=groups).to(values.dtype)
             out = torch.einsum("bgrts,bgse->bgrte", pattern[..., :seen], values[:, :, :seen])
             if chain_v is not None:
                 out = out + torch.einsum(
@@ -421,8 +422,12 @@ class Drafter(nn.Module):
             )
 
     def fuse(self, aux: Tensor, *, first: int = 0) -> Tensor:
-        """Captured states [B, T, A*Ht] of anchors ``first`` and on -> fused input g [B, T, H]."""
+        """Captured states [B, T, A*Ht] of anchors ``first`` and on -> fused input g [B, T, H].
+
+        States of another dtype (stored ones are often bfloat16) are cast to the drafter's.
+        """
         self._check_aux(aux)
+        aux = aux.to(self.norm.weight.dtype)
         self._clock.depth = 1
         self._clock.rows = slice(0, aux.shape[1])
         self._clock.anchors = torch.arange(first, first + aux.shape[1])
@@ -436,13 +441,16 @@ class Drafter(nn.Module):
         if hasattr(self, "fc_norm"):
             chunks = [norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)]
         chunks = [p(c) for p, c in zip(self.at_normed, chunks, strict=True)]
-        changed = list(self._parts(chunks)) if any(p.hooked for p in self.at_part) else []
-        if changed and (torch.is_grad_enabled() or any(new is not old for old, new in changed)):
-            fused = sum((new for _, new in changed[1:]), start=changed[0][1])
+        fused = self.fc(torch.cat(chunks, dim=-1))
+        parts = list(self._parts(chunks)) if any(p.hooked for p in self.at_part) else []
+        replaced = any(new is not old for old, new in parts)
+        if parts and (replaced or torch.is_grad_enabled()):
+            total = sum((new for _, new in parts[1:]), start=parts[0][1])
             if config.fc_bias:
-                fused = fused + self.fc.bias
-        else:
-            fused = self.fc(torch.cat(chunks, dim=-1))
+                total = total + self.fc.bias
+            # A sum rounds otherwise than one product. Parts that are only looked at must not
+            # change a bit, so the sum then lends its gradient alone.
+            fused = total if replaced else fused.detach() + (total - total.detach())
         return self.at_fused(fused)
 
     def _parts(self, chunks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -148,19 +148,20 @@ def attach(
 
     Raises
     ------
-    SiteError: a glob matches nothing, or a matched site never fired at a wanted depth
-        (raised on a clean exit only, so that it hides no other error).
+    SiteError: a glob matches nothing, a matched site fired at none of the wanted depths, or
+        at a wanted depth no matched site fired (raised on a clean exit only, so that it hides
+        no other error). Near sites that would have fired are listed.
     """
     sites = match(root, globs)
     wanted = None if depths is None else frozenset(depths)
-    fired: set[str] = set()
+    fired: set[tuple[str, int]] = set()
 
     def call(module: nn.Module, _args: object, value: Tensor) -> Tensor | None:
         assert isinstance(module, HookPoint)
         moment = module.moment()
         if wanted is not None and moment.depth not in wanted:
             return None
-        fired.add(module.site)
+        fired.add((module.site, moment.depth))
         return fn(value, moment)
 
     handles = [site.register_forward_hook(call) for site in sites]
@@ -169,12 +170,18 @@ def attach(
     finally:
         for handle in handles:
             handle.remove()
-    silent = [s.site for s in sites if s.site not in fired]
-    if silent:
-        at = "" if wanted is None else f" at depth {sorted(wanted)}"
+    heard = {site for site, _ in fired}
+    silent = [s.site for s in sites if s.site not in heard]
+    missed = sorted((wanted or set()) - {depth for _, depth in fired})
+    if silent or missed:
+        at = f" at depth {', '.join(map(str, missed or sorted(wanted or ())))}" if wanted else ""
+        names = silent or [s.site for s in sites]
+        every_depth = [name for name in points(root) if not name.startswith("fuse.")]
+        near = difflib.get_close_matches(names[0], every_depth, n=3, cutoff=0.3)
         raise SiteError(
-            f"{len(silent)} site(s) never fired{at}: {', '.join(silent)}",
-            remedy="fuse.* fire at depth 1 only; otherwise run the drafter inside the context.",
+            f"{len(names)} site(s) never fired{at}: {', '.join(names)}",
+            remedy="Run the drafter that deep inside the context. fuse.* fire at depth 1 only; "
+            f"near matches that fire at every depth: {', '.join(near or every_depth[:3])}.",
         )
 
 
