@@ -355,7 +355,8 @@ class Lab:
         """Measure the drafter on the target's own continuations of ``prompts``.
 
         Texts and states are found in ``cache`` when they were made before, so that the same
-        probe under an intervention runs on the same texts.
+        probe under an intervention runs on the same texts. Sampled text of a prompt depends on
+        the list that it stands in, not on the prompt alone.
 
         Parameters
         ----------
