@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from driftlab.config import Experiment, Feedback, FusionNorm, build_experiment, read_experiment
-from driftlab.errors import ConfigError, DriftlabError, ResourceError
+from driftlab.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from driftlab.models.target import Target as LoadedTarget
@@ -38,30 +42,39 @@ Strict = Annotated[bool, typer.Option(help="Refuse values that were assumed and 
 
 @app.command()
 def ablate(
+    context: typer.Context,
     experiment: Annotated[Path | None, typer.Argument(help="Experiment file (.toml).")] = None,
-    suite: Annotated[str, typer.Option(help="Packaged experiment, when no file is named.")] = (
-        "micro"
-    ),
+    suite: Annotated[
+        str | None, typer.Option(help="Packaged experiment; micro when no file is named.")
+    ] = None,
     out: Out = None,
     settings: Settings = None,
     strict: Strict = False,
 ) -> None:
     """Train and measure every cell of an experiment, and answer its questions."""
+    if experiment is not None and suite is not None:
+        raise ConfigError(
+            "an experiment file and a suite are named",
+            got=f"{experiment} and {suite}",
+            remedy="Give one of the two.",
+        )
+    overrides = tuple(settings or ())
     spec = (
-        read_experiment(experiment, tuple(settings or ()))
-        if experiment is not None
-        else _suite(suite, tuple(settings or ()))
+        _suite(suite or "micro", overrides)
+        if experiment is None
+        else read_experiment(experiment, overrides)
     )
-    _run(spec, out or Path("runs") / spec.name, strict=strict)
+    _run(spec, out or Path("runs") / spec.name, strict=strict, command=context.obj)
 
 
 @app.command()
 def train(
+    context: typer.Context,
     target: Target,
     data: Annotated[str, typer.Option(help="Prompts that the target continues, or texts.")],
     fusion_norm: FusionNorm = FusionNorm.none,
     feedback: Feedback = Feedback.pre_norm,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     given: Annotated[
         bool, typer.Option(help="DATA holds whole texts; learn from them as they are.")
     ] = False,
@@ -83,9 +96,10 @@ def train(
         "axes": {"fusion_norm": [fusion_norm.value], "feedback": [feedback.value]},
     }
     spec = build_experiment(raw, tuple(settings or ()), where="driftlab train")
-    out = out or Path("runs") / name
-    _run(spec, out, strict=strict)
-    typer.echo(f"drafter: {out / 'drafters' / f'{fusion_norm}+{feedback}' / f's{seed}'}")
+    out = out or Path("runs") / spec.name
+    _run(spec, out, strict=strict, command=context.obj)
+    for config in sorted((out / "drafters").rglob("config.json")):
+        typer.echo(f"drafter: {config.parent}")
 
 
 @app.command()
@@ -104,11 +118,31 @@ def probe(
     from driftlab import lab
 
     out = out or Path("runs") / "probe"
+    asked = [target, drafter, prompts, depth, temperature, tokens, limit]
+    _refuse_other_probe(out, asked)
     pair = lab.open(target, drafter, strict=strict, cache=out.parent / "cache")
     measured = pair.probe(
         prompts, depth=depth, temperature=temperature, max_new_tokens=tokens, limit=limit
     )
+    measured.manifest["asked"] = asked
     _finish(measured.save(out))
+
+
+def _refuse_other_probe(out: Path, asked: list[object]) -> None:
+    """Measuring takes minutes, so that a folder which is taken is refused before, not after."""
+    from driftlab.results.records import RunDirectory
+
+    if not (out / "manifest.json").exists():
+        if out.is_dir() and any(out.iterdir()):
+            raise RunError(f"{out} holds files that are no run", remedy="Choose another --out.")
+        return
+    held = RunDirectory.open(out).manifest
+    if held.get("asked") != asked:
+        raise RunError(
+            f"{out} already holds another run",
+            got=held.get("name"),
+            remedy="Choose another folder with --out, or delete that run.",
+        )
 
 
 @app.command()
@@ -192,25 +226,34 @@ def figures(
 ) -> None:
     """Draw the figures of a run or of a paper: PNG, PDF, and the CSV of what is drawn."""
     from driftlab.results import papers
-
-    if publish is not None:
-        typer.echo(f"published: {papers.publish(source, publish)}")
-        return
-    if papers.is_paper(source):
-        stale = papers.draw(source, check=check)
-        if stale:
-            raise ConfigError(
-                f"{len(stale)} file(s) are not what the tables give: {', '.join(stale)}",
-                remedy=f"Draw them again: driftlab figures {source}",
-            )
-        typer.echo(f"{source}: {'current' if check else 'drawn'}")
-        return
     from driftlab.results.figures import save_figures
     from driftlab.results.records import RunDirectory
 
-    run = RunDirectory.open(source)
-    for name, paths in save_figures(run, out or source / "figures").items():
-        typer.echo(f"{name}: {paths['png']}")
+    if publish is not None:
+        if check or out is not None:
+            raise ConfigError(
+                "--publish stands alone", remedy="Publish first, then check the paper's folder."
+            )
+        typer.echo(f"published: {papers.publish(source, publish)}")
+        return
+    if papers.is_paper(source):
+        if out is not None:
+            raise ConfigError(
+                "a paper's figures stand beside their tables", remedy="Leave --out away."
+            )
+        stale = papers.draw(source, check=check)
+    else:
+        run, folder = RunDirectory.open(source), out or source / "figures"
+        stale = papers.changed_tables(run) + papers.stale(run, folder) if check else []
+        if not check:
+            for name, paths in save_figures(run, folder).items():
+                typer.echo(f"{name}: {paths['png']}")
+    if stale:
+        raise RunError(
+            f"{len(stale)} file(s) are not what the tables give: {', '.join(stale)}",
+            remedy=f"Draw them again: driftlab figures {source}. A changed table needs its run.",
+        )
+    typer.echo(f"{source}: {'current' if check else 'drawn'}")
 
 
 @app.command()
@@ -236,7 +279,7 @@ def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
     from importlib import resources
 
     folder = resources.files("driftlab.data") / "suites"
-    known = sorted(p.name.removesuffix(".toml") for p in folder.iterdir())
+    known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml"))
     if name not in known:
         raise ConfigError(
             f"no packaged suite {name!r}",
@@ -246,10 +289,10 @@ def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
         return read_experiment(path, overrides)
 
 
-def _run(spec: Experiment, out: Path, *, strict: bool) -> None:
+def _run(spec: Experiment, out: Path, *, strict: bool, command: str) -> None:
     from driftlab.experiment import run_experiment
 
-    _finish(run_experiment(spec, out, strict=strict, command=_command()))
+    _finish(run_experiment(spec, out, strict=strict, command=command))
 
 
 def _finish(run: RunDirectory) -> None:
@@ -283,46 +326,76 @@ def _table(frame: object) -> str:
     return frame.map(lambda e: getattr(e, "short", str(e))).T.to_string()
 
 
-def _command() -> str:
-    return " ".join(["driftlab", *sys.argv[1:]])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point: run a verb and turn every failure into two lines and an exit code.
 
-
-def main() -> None:
-    """Entry point: run a verb and turn every failure into two lines and an exit code."""
+    0 done, 2 a fault, 3 and 4 what doctor found, 130 interrupted.
+    """
     # Read by torch when it is imported: on few cores a spinning thread takes another's core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    words = list(sys.argv[1:] if argv is None else argv)
+    with _interruptible() as interrupted:
+        try:
+            code = app(
+                args=words,
+                standalone_mode=False,
+                prog_name="driftlab",
+                obj=shlex.join(["driftlab", *words]),
+            )
+        except BaseException as error:
+            # Libraries may turn an interruption into an error of their own.
+            code = 130 if interrupted.is_set() else _answer(error)
+        if code == 130:
+            _say("interrupted", "What is finished is kept: the same command goes on from there.")
+    raise SystemExit(code or 0)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Remember that Ctrl-C was pressed."""
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+    before = signal.signal(signal.SIGINT, press)
     try:
-        app(standalone_mode=False)
-    except typer.Exit as stop:
-        raise SystemExit(stop.exit_code) from None
-    except (typer.Abort, KeyboardInterrupt):
-        _say("interrupted", "What is finished is kept: the same command goes on from there.")
-        raise SystemExit(130) from None
-    except DriftlabError as error:
-        _say(error.cause, error.remedy)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        full = ResourceError(
-            f"no space left on the disk ({error.filename or 'while writing'})",
-            remedy="Free some space; the same command goes on from what is finished.",
-        )
-        _say(full.cause, full.remedy)
-        raise SystemExit(full.exit_code) from None
-    except Exception as error:
-        # Wrong options: click's own errors know how to show themselves.
-        show = getattr(error, "show", None)
-        if show is None:
-            raise
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _answer(error: BaseException) -> int:
+    """Say what went wrong. Returns the exit code."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return 130
+    if isinstance(error, SystemExit | typer.Exit):
+        raise error
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output has gone; what Python still holds goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    if (show := getattr(error, "show", None)) is not None:  # a wrong option
         show()
-        raise SystemExit(getattr(error, "exit_code", 2)) from None
+        return int(getattr(error, "exit_code", 2))
+    if os.environ.get("DRIFTLAB_TRACEBACK"):
+        raise error
+    from driftlab.engines.pool import understood
+
+    known = understood(error)
+    _say(known.cause, known.remedy)
+    return known.exit_code
 
 
 def _say(cause: str, remedy: str | None) -> None:
-    print(f"driftlab: {cause}", file=sys.stderr)
+    """Two lines on stderr, whatever an error of a library holds."""
+    print(f"driftlab: {' '.join(cause.split())}", file=sys.stderr)
     if remedy:
-        print(f"          {remedy}", file=sys.stderr)
+        print(f"          {' '.join(remedy.split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

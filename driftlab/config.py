@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -44,7 +45,21 @@ class Origin(StrEnum):
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(gt=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _check_lists(owner: BaseModel, *names: str, optional: tuple[str, ...] = ()) -> None:
+    """Raise ValueError for a list among ``names`` that is empty or holds a value twice."""
+    for name in names:
+        values = getattr(owner, name)
+        if not values and name not in optional:
+            raise ValueError(f"{name} is empty")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} holds a value twice")
 
 
 class Sourced(Frozen):
@@ -165,6 +180,12 @@ class TargetSpec(Frozen):
     boundaries: tuple[int, ...] | None = None  # None: the default (2, n//2, n-3)
     trust_remote_code: bool = False
 
+    @model_validator(mode="after")
+    def _consistent(self) -> TargetSpec:
+        if self.boundaries == ():
+            raise ValueError("boundaries is empty")
+        return self
+
 
 class TextSpec(Frozen):
     """Which text the drafters learn from and are measured on."""
@@ -172,14 +193,14 @@ class TextSpec(Frozen):
     train_prompts: str | None = None  # named set, .jsonl file or "micro", continued by the target
     given: str | None = None  # a .jsonl file of whole texts to learn from instead
     measure_prompts: str
-    train_tokens: Annotated[int, Field(gt=0)]
-    max_new_tokens: Annotated[int, Field(gt=0)] = 128
-    measure_new_tokens: Annotated[int, Field(gt=0)] | None = None  # None: max_new_tokens
+    train_tokens: Count
+    max_new_tokens: Count = 128
+    measure_new_tokens: Count | None = None  # None: max_new_tokens
     train_temperature: Annotated[float, Field(ge=0)] = 1.0
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)  # measured texts
-    batch: Annotated[int, Field(gt=0)] = 32
-    seed: int = 0
-    limit: Annotated[int, Field(gt=0)] | None = None  # measure at most this many prompts
+    batch: Count = 32
+    seed: Seed = 0
+    limit: Count | None = None  # measure at most this many prompts
 
     @model_validator(mode="after")
     def _consistent(self) -> TextSpec:
@@ -190,29 +211,28 @@ class TextSpec(Frozen):
             raise ValueError(
                 "temperatures takes 0 (greedy), one temperature above 0 (sampled), or both"
             )
-        if len(set(self.temperatures)) != len(self.temperatures):
-            raise ValueError("temperatures repeat")
+        _check_lists(self, "temperatures")
         return self
 
 
 class DrafterSpec(Frozen):
     """Shape of the drafters that a run trains; None takes the target's own value."""
 
-    draft_vocab_size: Annotated[int, Field(gt=0)] | None = None
-    hidden_size: Annotated[int, Field(gt=0)] | None = None
-    intermediate_size: Annotated[int, Field(gt=0)] | None = None
-    num_heads: Annotated[int, Field(gt=0)] | None = None
-    num_kv_heads: Annotated[int, Field(gt=0)] | None = None
-    head_dim: Annotated[int, Field(gt=0)] | None = None
+    draft_vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    num_heads: Count | None = None
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
 
 
 class TrainSpec(Frozen):
     """Training-time test: soft cross entropy on the draft vocabulary, step k weighted decay^k."""
 
-    ttt: Annotated[int, Field(gt=0)] = 4
+    ttt: Count = 4
     decay: Annotated[float, Field(gt=0)] = 0.8
-    steps: Annotated[int, Field(gt=0)] = 500
-    batch: Annotated[int, Field(gt=0)] = 4
+    steps: Count = 500
+    batch: Count = 4
     max_length: Annotated[int, Field(gt=1)] = 512
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -220,7 +240,7 @@ class TrainSpec(Frozen):
     clip: Annotated[float, Field(gt=0)] = 1.0
     head_init: Annotated[float, Field(ge=0)] = 1.0  # times the target's head rows
     autocast: Literal["auto", "off", "bfloat16"] = "off"
-    checkpoint_every: Annotated[int, Field(gt=0)] = 200
+    checkpoint_every: Count = 200
 
 
 class Axes(Frozen):
@@ -230,18 +250,32 @@ class Axes(Frozen):
     feedback: tuple[Feedback, ...] = (Feedback.pre_norm, Feedback.post_norm)
     residual: tuple[Residual, ...] = (Residual.raw,)
     attention_gate: tuple[bool, ...] = (False,)
-    ttt: tuple[Annotated[int, Field(gt=0)], ...] = ()  # () takes train.ttt
+    ttt: tuple[Count, ...] = ()  # () takes train.ttt
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Axes:
+        _check_lists(self, *type(self).model_fields, optional=("ttt",))
+        if FusionNorm.concat_per_layer in self.fusion_norm:
+            raise ValueError("concat_per_layer is read from files, not trained")
+        return self
 
 
 class MeasureSpec(Frozen):
     """What is measured on each cell."""
 
-    depth: Annotated[int, Field(gt=0)] = 16
+    depth: Count = 16
     modes: tuple[Literal["free", "forced"], ...] = ("free", "forced")
     sink: Literal["first", "auto"] | tuple[int, ...] = "first"
-    recent: Annotated[int, Field(gt=0)] = 8
-    max_anchors: Annotated[int, Field(gt=0)] | None = None
-    bootstrap: Annotated[int, Field(gt=0)] = 2000
+    recent: Count = 8
+    max_anchors: Count | None = None
+    bootstrap: Count = 2000
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MeasureSpec:
+        _check_lists(self, "modes")
+        if not isinstance(self.sink, str) and any(p < 0 for p in self.sink):
+            raise ValueError("a sink position cannot be negative")
+        return self
 
 
 class Experiment(Frozen):
@@ -254,9 +288,15 @@ class Experiment(Frozen):
     drafter: DrafterSpec = DrafterSpec()
     train: TrainSpec = TrainSpec()
     axes: Axes = Axes()
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[Seed, ...] = (0, 1, 2)
     measure: MeasureSpec = MeasureSpec()
-    workers: Annotated[int, Field(gt=0)] = 2
+    workers: Count = 2  # cells at once; changes no number
+    threads: Count = 1  # of each worker; sums depend on it
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Experiment:
+        _check_lists(self, "seeds")
+        return self
 
 
 def read_experiment(path: str | Path, overrides: tuple[str, ...] = ()) -> Experiment:
@@ -275,9 +315,17 @@ def read_experiment(path: str | Path, overrides: tuple[str, ...] = ()) -> Experi
             f"experiment file {path} does not exist",
             remedy="Give the path of a .toml file, or --suite micro.",
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"{path} is not a TOML file", got=error, remedy="Correct the line that is named."
+            f"experiment file {path} cannot be read",
+            got=error.strerror,
+            remedy="Give the path of a .toml file that you may read.",
+        ) from None
+    except (ValueError, RecursionError) as error:  # no TOML, or no UTF-8
+        raise ConfigError(
+            f"{path} is not a TOML file",
+            got=str(error) or type(error).__name__,
+            remedy="Correct the line that is named.",
         ) from None
     return build_experiment(data, overrides, where=str(path))
 
@@ -289,7 +337,10 @@ def build_experiment(
     for override in overrides:
         _apply(data, override)
     try:
-        return Experiment.model_validate(data)
+        # As JSON, because its strict mode takes a list for a tuple and a word for an enum, but
+        # neither true for 1 nor "1" for 1.
+        text = json.dumps(data, default=_refuse_date)
+        return Experiment.model_validate_json(text, strict=True)
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, found {e['input']!r:.80}"
@@ -301,6 +352,12 @@ def build_experiment(
         ) from None
 
 
+def _refuse_date(value: object) -> str:
+    raise ConfigError(
+        "no setting is a date or a time", got=value, remedy='Put text in quotes: "2026-01-31".'
+    )
+
+
 def _apply(data: dict[str, Any], override: str) -> None:
     key, sep, text = override.partition("=")
     if not sep or not key.strip():
@@ -309,9 +366,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
         )
     try:
         value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
-    *parents, last = key.strip().split(".")
+    except (ValueError, RecursionError):
+        value = text.strip()  # a bare word is a string
+    *parents, last = (name.strip() for name in key.split("."))
     node = data
     for name in parents:
         node = node.setdefault(name, {})

@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import platform
-import queue
 import shutil
-import signal
 import subprocess
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -26,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from tqdm import tqdm
 
 from driftlab.config import (
@@ -45,14 +42,17 @@ from driftlab.data.corpus import Source, Writing, read_given, sources, write_cor
 from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.data.text import Text
-from driftlab.engines.cell import CellJob, run_cell
+from driftlab.engines.cell import CellJob, finished, run_cell
+from driftlab.engines.pool import run_jobs
 from driftlab.engines.pretrain import pretrain
 from driftlab.engines.probe import measurable_anchors
 from driftlab.engines.train import choose_vocabulary
 from driftlab.errors import ConfigError, DataError, DriftlabError, RunError
 from driftlab.models.frozen import freeze
 from driftlab.models.target import Target
-from driftlab.results.records import RunDirectory
+from driftlab.models.tiny import tiny_llama
+from driftlab.results.records import RunDirectory, config_hash
+from driftlab.results.shards import atomic_file
 
 MICRO = "micro"
 RENDERING = Rendering("default")
@@ -125,6 +125,7 @@ def run_experiment(
     cache = out.parent / "cache" if cache is None else Path(cache)
     manifest = {
         "config": experiment.model_dump(mode="json"),
+        "config_hash": config_hash(_identity(experiment)),
         "name": experiment.name,
         "question": experiment.question,
         "command": command,
@@ -132,51 +133,109 @@ def run_experiment(
         "git": _git_state(),
         "hardware": _hardware(),
     }
+    fresh = not (out / "manifest.json").exists()
     with RunDirectory.create(out, manifest) as run:
-        plan = _Plan(experiment, run, cache, quiet=quiet)
-        with run.stage("target"):
-            target = plan.load_target()
-        if strict:
-            refuse_assumptions(plan.provenance, owner=experiment.target.source)
-        with run.stage("texts"):
-            train_texts, measure_texts, found = plan.make_texts(target)
-        with run.stage("states"):
-            store = FeatureStore(cache / "states")
-            learned = plan.store_states(store, target, train_texts, "states to learn from")
-            measured = plan.store_states(store, target, measure_texts, "states to measure on")
-            frozen = cache / "frozen" / f"{target.fingerprint[:24]}.safetensors"
-            freeze(target, frozen)
-        mapping = plan.vocabulary(target, train_texts)
-        base = plan.drafter_config(target, mapping)
-        plan.write_prompts(measure_texts, found)
-        run.update_manifest(
-            inputs={
-                "target": target.fingerprint,
-                "train_states": learned.key,
-                "measure_states": measured.key,
-            },
-            assumed={
-                name: s.model_dump(mode="json")
-                for name, s in plan.provenance.items()
-                if s.origin is Origin.assumed
-            },
-            resolved={n: s.model_dump(mode="json") for n, s in plan.provenance.items()},
-            coverage=plan.coverage(mapping, measure_texts),
-        )
-        del target
-        jobs = plan.jobs(base, mapping, learned, measured, frozen, store)
+        try:
+            jobs, prompts = _prepare(experiment, run, cache, strict=strict, quiet=quiet)
+        except DriftlabError:
+            if fresh:
+                _forget(out)
+            raise
         with run.stage("cells"):
-            failed = _run_jobs(jobs, experiment.workers, quiet=quiet)
+            todo = [job for job in jobs if not finished(job, prompts)]
+            failed = _run_jobs(todo, len(prompts), experiment.workers, quiet=quiet)
         with run.stage("tables"):
             run.finish()
-        shutil.rmtree(out / "training", ignore_errors=True) if not failed else None
         if failed:
-            listed = "; ".join(f"{cell}: {error}" for cell, error in failed.items())
             raise RunError(
-                f"{len(failed)} of {len(jobs)} cells failed: {listed}",
-                remedy=f"The other cells are stored in {out}. Mend the cause, then run it again.",
+                f"{len(failed)} of {len(jobs)} cells failed: {_by_cause(failed)}",
+                remedy=f"The others are in the tables of {out}. Mend the cause, then run it again.",
             )
+        shutil.rmtree(out / "training", ignore_errors=True)
     return RunDirectory.open(out)
+
+
+def _identity(experiment: Experiment) -> dict[str, Any]:
+    """The settings that rows depend on. A run may be resumed with others changed."""
+    return experiment.model_dump(
+        mode="json",
+        exclude={
+            "question": True,
+            "workers": True,
+            "train": {"checkpoint_every"},
+            "measure": {"bootstrap"},
+        },
+    )
+
+
+def _prepare(
+    experiment: Experiment, run: RunDirectory, cache: Path, *, strict: bool, quiet: bool
+) -> tuple[list[CellJob], list[str]]:
+    """Everything that cells share, made once: their jobs, and the prompts that they measure."""
+    _remove_unfinished(run.path)
+    plan = _Plan(experiment, run, cache, quiet=quiet)
+    with run.stage("target"):
+        target = plan.load_target()
+    if strict:
+        refuse_assumptions(plan.provenance, owner=experiment.target.source)
+    with run.stage("texts"):
+        train_texts, measure_texts, found = plan.make_texts(target)
+    mapping = plan.vocabulary(target, train_texts)
+    base = plan.drafter_config(target, mapping)
+    with run.stage("states"):
+        store = FeatureStore(cache / "states")
+        learned = plan.store_states(store, target, train_texts, "states to learn from")
+        measured = plan.store_states(store, target, measure_texts, "states to measure on")
+        frozen = cache / "frozen" / f"{target.fingerprint[:24]}.safetensors"
+        freeze(target, frozen)
+    inputs = {
+        "target": target.fingerprint,
+        "train_states": learned.key,
+        "measure_states": measured.key,
+    }
+    begun = run.manifest.get("inputs", inputs)
+    if changed := [name for name in inputs if begun.get(name) != inputs[name]]:
+        raise RunError(
+            f"{run.path} was begun with other models or texts",
+            got=f"changed since: {', '.join(changed)}",
+            remedy="Restore the files that it was begun with, or choose another folder with --out.",
+        )
+    jobs = plan.jobs(base, mapping, learned, measured, frozen, store)
+    plan.write_prompts(measure_texts, found)
+    run.update_manifest(
+        inputs=inputs,
+        assumed={
+            name: s.model_dump(mode="json")
+            for name, s in plan.provenance.items()
+            if s.origin is Origin.assumed
+        },
+        resolved={n: s.model_dump(mode="json") for n, s in plan.provenance.items()},
+        coverage=plan.coverage(mapping, measure_texts),
+    )
+    return jobs, list(dict.fromkeys(text.prompt_id for text in measure_texts))
+
+
+def _remove_unfinished(out: Path) -> None:
+    """Drafters that a killed process was writing, under their temporary names."""
+    for folder in (out / "drafters").rglob(".*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget(out: Path) -> None:
+    """Undo the making of a run that ended before its first cell: the folder is free again."""
+    with contextlib.suppress(OSError):
+        (out / "manifest.json").unlink()
+        shutil.rmtree(out / "rows", ignore_errors=True)
+        (out / "lock").unlink()
+        out.rmdir()
+
+
+def _by_cause(failed: Mapping[str, DriftlabError]) -> str:
+    """Each cause once, with its cells."""
+    cells: dict[str, list[str]] = {}
+    for cell, error in failed.items():
+        cells.setdefault(error.cause, []).append(cell)
+    return "; ".join(f"{cause} [{', '.join(names)}]" for cause, names in cells.items())
 
 
 class _Plan:
@@ -215,6 +274,13 @@ class _Plan:
         spec = self.experiment.text
         longest = spec.measure_new_tokens or spec.max_new_tokens
         room = target.max_position - max(spec.max_new_tokens, longest)
+        if room < 1:
+            raise ConfigError(
+                f"the new tokens leave no room for a prompt in {target.name}'s context of "
+                f"{target.max_position} tokens",
+                got=max(spec.max_new_tokens, longest),
+                remedy="Lower text.max_new_tokens and text.measure_new_tokens.",
+            )
         held = _prompts(spec.measure_prompts, target, "held-out", room)
         if spec.limit is not None:
             held = _spread(held, spec.limit)
@@ -237,8 +303,17 @@ class _Plan:
         spec = self.experiment.text
         if spec.given is not None:
             if target.tokenizer is None:
-                raise ConfigError("given texts need a target with a tokenizer", got=target.name)
-            return read_given(spec.given, target.tokenizer, max_tokens=spec.train_tokens)
+                raise ConfigError(
+                    "given texts need a target with a tokenizer",
+                    got=target.name,
+                    remedy="Leave text.given out, or name a target that has one.",
+                )
+            return read_given(
+                spec.given,
+                target.tokenizer,
+                max_tokens=spec.train_tokens,
+                limit=target.max_position,
+            )
         prompts = _prompts(str(spec.train_prompts), target, "train", room)
         writing = Writing(
             spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
@@ -338,14 +413,12 @@ class _Plan:
         found = []
         for seed, variant in itertools.product(experiment.seeds, variants(experiment)):
             name = cell_name(experiment, variant, seed)
-            config = base.model_copy(
-                update={
-                    "fusion_norm": variant.fusion_norm,
-                    "feedback": variant.feedback,
-                    "residual": variant.residual,
-                    "attention_gate": variant.attention_gate,
-                }
-            )
+            switches = {
+                "fusion_norm": variant.fusion_norm,
+                "feedback": variant.feedback,
+                "residual": variant.residual,
+                "attention_gate": variant.attention_gate,
+            }
             row = {
                 "cell": name,
                 "variant": variant.name,
@@ -367,13 +440,13 @@ class _Plan:
                     store=store.root,
                     train_key=learned.key,
                     measure_key=measured.key,
-                    config=config,
+                    config=DrafterConfig.model_validate({**base.model_dump(), **switches}),
                     draft_to_target=mapping,
                     seed=seed,
                     train=experiment.train.model_copy(update={"ttt": variant.ttt}),
                     measure=experiment.measure,
                     row=row,
-                    threads=max(1, (os.cpu_count() or 1) // experiment.workers),
+                    threads=experiment.threads,
                     texts_at_once=_texts_at_once(base, measured),
                 )
             )
@@ -428,21 +501,14 @@ def open_target(spec: TargetSpec, cache: Path, *, label: str = "") -> Target:
 
 
 def _micro_target(cache: Path, label: str) -> Target:
-    from safetensors.torch import load_file, save
-
-    from driftlab.models.tiny import tiny_llama
-    from driftlab.results.shards import atomic_file
-
     words = len(grammar.VOCABULARY)
     recipe = [MICRO_STORIES, MICRO_STEPS, MICRO_BATCH, MICRO_LENGTH, MICRO_LR, words]
     stories = grammar.stories(MICRO_STORIES, 0)
     text_sha = sha256(json.dumps(stories).encode()).hexdigest()
     key = sha256(json.dumps([recipe, text_sha, version("torch")]).encode()).hexdigest()[:16]
-    path = cache / "targets" / f"micro-{key}.safetensors"
-    if path.exists():
-        model: torch.nn.Module = tiny_llama(vocab_size=words)
-        model.load_state_dict(load_file(path))
-    else:
+    path = cache / "targets" / f"micro-{key}.weights"
+    model = _read_micro(path, words)
+    if model is None:
         model = pretrain(
             stories,
             vocab_size=words,
@@ -453,67 +519,35 @@ def _micro_target(cache: Path, label: str) -> Target:
             seed=0,
             progress=label,
         )
+        data = save({n: t.contiguous() for n, t in model.state_dict().items()})
         with atomic_file(path) as file:
-            file.write(save({n: t.contiguous() for n, t in model.state_dict().items()}))
+            file.write(sha256(data).digest() + data)
     return Target.from_model(model, name=MICRO, eos_ids=[grammar.VOCABULARY.index(grammar.EOS)])
 
 
-def _run_jobs(jobs: Sequence[CellJob], workers: int, *, quiet: bool) -> dict[str, str]:
+def _read_micro(path: Path, words: int) -> torch.nn.Module | None:
+    """The stored embedded target; None when it is absent or damaged, so that it is made anew."""
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    if sha256(data[32:]).digest() != data[:32]:
+        return None
+    model = tiny_llama(vocab_size=words)
+    model.load_state_dict(load(data[32:]))
+    return model
+
+
+def _run_jobs(
+    jobs: Sequence[CellJob], prompts: int, workers: int, *, quiet: bool
+) -> dict[str, DriftlabError]:
     """Run the cells in processes of their own. Returns the failed cells and why."""
-    context = multiprocessing.get_context("spawn")
-    failed: dict[str, str] = {}
-    prompts_of = len(FeatureStore(jobs[0].store).open(jobs[0].measure_key).texts)
-    total = sum(job.train.steps + prompts_of for job in jobs)
+    if not jobs:
+        return {}
+    total = sum(job.train.steps + prompts for job in jobs)
+    label = "1 cell" if len(jobs) == 1 else f"{len(jobs)} cells"
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    with contextlib.ExitStack() as stack:
-        manager = stack.enter_context(context.Manager())
-        ticks: Any = manager.Queue()
-        pool = stack.enter_context(ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context))
-        bar = stack.enter_context(
-            tqdm(total=total, desc=f"{len(jobs)} cells", disable=True if quiet else None)
-        )
-        waiting: dict[Future, str] = {pool.submit(_job, job, ticks): job.cell for job in jobs}
-        try:
-            while waiting:
-                done, _ = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        bar.update(ticks.get_nowait())
-                for future in done:
-                    cell = waiting.pop(future)
-                    error = future.exception()
-                    if isinstance(error, DriftlabError):
-                        failed[cell] = error.cause
-                    elif error is not None:
-                        raise error
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in (pool._processes or {}).values():
-                process.terminate()
-            raise
-    return failed
-
-
-def _leave_ctrl_c() -> None:
-    """Ctrl-C reaches every process of a terminal; only the owner answers it, and ends us."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _job(job: CellJob, ticks: Any) -> None:
-    run_cell(job, _Ticker(ticks))
-
-
-class _Ticker:
-    """Sends progress in lumps: a message for every step would cost more than a small step."""
-
-    def __init__(self, ticks: Any) -> None:
-        self._ticks, self._held = ticks, 0
-
-    def __call__(self, steps: int) -> None:
-        self._held += steps
-        if self._held >= 10:
-            self._ticks.put(self._held)
-            self._held = 0
+    with tqdm(total=total, desc=label, disable=True if quiet else None) as bar:
+        return run_jobs({j.cell: j for j in jobs}, run_cell, workers=workers, on_step=bar.update)
 
 
 def _versions() -> dict[str, str]:
@@ -534,6 +568,8 @@ def _git_state() -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
+        if not git("ls-files", Path(__file__).name):
+            return None  # installed inside somebody else's checkout
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -2,12 +2,15 @@
 
 Texts are content-addressed: the same target, prompts and settings give the same file. They are
 written in chunks, so a kill costs one chunk, and a chunk's draws depend on its own number only.
+A chunk carries its checksum; a damaged one is written again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -68,17 +71,33 @@ def write_corpus(
 ) -> list[Text]:
     """Let ``target`` continue ``prompts``; finished chunks below ``folder`` are read, not redone.
 
+    Processes that write the same corpus wait for one another.
+
     Raises
     ------
-    DataError: no prompts, a prompt that leaves no room to continue, a damaged chunk, or greedy
-        text that should go round the prompts more than once (it would repeat itself).
+    DataError: no prompts, a prompt that leaves no room to continue, or greedy text that should
+        go round the prompts more than once (it would repeat itself).
     """
     if not prompts:
         raise DataError("no prompts to continue", remedy="Name a set or a file with prompts.")
-    key = _key(target, prompts, writing)
-    home = folder / key
-    remove_leftovers(home)
+    home = folder / _key(target, prompts, writing)
     home.mkdir(parents=True, exist_ok=True)
+    with _lock(home):
+        remove_leftovers(home)
+        return _texts(target, prompts, writing, home, progress)
+
+
+@contextmanager
+def _lock(home: Path) -> Iterator[None]:
+    """Hold the right to write below ``home``, waiting for it. The system frees it at death."""
+    with (home / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _texts(
+    target: Target, prompts: Sequence[Source], writing: Writing, home: Path, progress: str
+) -> list[Text]:
     texts: list[Text] = []
     written = 0
     total = writing.min_tokens or len(prompts) * writing.max_new_tokens
@@ -100,11 +119,13 @@ def write_corpus(
                     got=f"{writing.min_tokens} asked for",
                     remedy="Sample (temperature above 0), give more prompts or ask for less.",
                 )
-            path = home / f"{number:05d}.json"
-            made = _read(path) if path.exists() else _write(target, chunk, writing, number, round_)
-            if not path.exists():
+            path = home / f"{number:05d}.texts"
+            made = _read(path)
+            if made is None:
+                made = _write(target, chunk, writing, number, round_)
+                data = json.dumps([asdict(t) for t in made]).encode()
                 with atomic_file(path) as file:
-                    file.write(json.dumps([asdict(t) for t in made]).encode())
+                    file.write(sha256(data).hexdigest().encode() + b"\n" + data)
             texts += made
             new = sum(len(t.continuation) for t in made)
             written += new
@@ -112,15 +133,19 @@ def write_corpus(
     return texts
 
 
-def read_given(path: str | Path, tokenizer: Any, *, max_tokens: int) -> list[Text]:
+def read_given(
+    path: str | Path, tokenizer: Any, *, max_tokens: int, limit: int | None = None
+) -> list[Text]:
     """Whole texts from a .jsonl file, up to ``max_tokens`` tokens in all, in the file's order.
 
     Each line holds ``prompt`` and ``response``, or ``messages`` that end with the assistant's;
-    the prompt is rendered with the chat template where there is one.
+    the prompt is rendered with the chat template where there is one. ``limit`` is the longest
+    text allowed, in tokens.
 
     Raises
     ------
-    DataError: as `load_prompts`, or a line without a response; its number is given.
+    DataError: as `load_prompts`, a line without a response, or a text that is longer than
+        ``limit``; the line's number is given.
     """
     prompts = load_prompts(path)
     responses = _responses(Path(path))
@@ -143,6 +168,12 @@ def read_given(path: str | Path, tokenizer: Any, *, max_tokens: int) -> list[Tex
             temperature=None,
             origin=str(path),
         )
+        if limit is not None and len(text.tokens) > limit:
+            raise DataError(
+                f"{path}, line {number}: the text is longer than the target's context of {limit}",
+                got=f"{len(text.tokens)} tokens",
+                remedy="Shorten or remove it.",
+            )
         texts.append(text)
         total += len(text.tokens)
         if total >= max_tokens:
@@ -197,14 +228,15 @@ def _write(
     ]
 
 
-def _read(path: Path) -> list[Text]:
+def _read(path: Path) -> list[Text] | None:
+    """A finished chunk; None when it is absent or damaged."""
     try:
-        rows = json.loads(path.read_bytes())
-        return [Text(**{**row, "tokens": tuple(row["tokens"])}) for row in rows]
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"{path} is damaged", got=error, remedy="Delete it; it will be written again."
-        ) from None
+        digest, _, data = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    if sha256(data).hexdigest().encode() != digest:
+        return None
+    return [Text(**{**row, "tokens": tuple(row["tokens"])}) for row in json.loads(data)]
 
 
 def _key(target: Target, prompts: Sequence[Source], writing: Writing) -> str:

@@ -6,9 +6,11 @@ frozen parts of the target, and shards of the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +18,20 @@ import torch
 from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
 from driftlab.data.features import Features, FeatureStore
 from driftlab.engines.probe import probe, storable, target_probabilities
-from driftlab.engines.train import TrainResult, initialise, train
-from driftlab.errors import NumericsError
+from driftlab.engines.train import initialise, train
+from driftlab.errors import CheckpointError, DriftlabError, ResourceError
 from driftlab.models.checkpoints.load import load_drafter
 from driftlab.models.checkpoints.write import save_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Frozen
 from driftlab.results.records import RunDirectory
+from driftlab.results.shards import SUFFIX, read_shard, safe_name
 
 Progress = Callable[[int], None]
+
+DONE = "done"
+FACTS = ("n_parameters", "train_steps", "train_tokens", "train_loss", "train_seconds", "note")
+"""Columns of ``cells`` that training fills."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,17 @@ class CellJob:
         return self.run / "training" / f"{self.cell.replace('/', '_')}.pt"
 
 
+def finished(job: CellJob, prompts: Iterable[str]) -> bool:
+    """Whether nothing is left to do: the row says so, drafter and all shards are there."""
+    row = _row(job)
+    return (
+        row is not None
+        and row["status"] == DONE
+        and (job.drafter / "config.json").exists()
+        and all(RunDirectory.open(job.run).has(job.cell, prompt) for prompt in prompts)
+    )
+
+
 def run_cell(job: CellJob, on_step: Progress) -> None:
     """Train unless the drafter is there, measure what has no shard yet, write the cell's row.
 
@@ -65,25 +83,35 @@ def run_cell(job: CellJob, on_step: Progress) -> None:
     """
     torch.set_num_threads(job.threads)
     run = RunDirectory.worker(job.run)
-    teacher = Frozen(job.frozen)
-    store = FeatureStore(job.store)
-    drafter, result = _drafter(job, store, teacher, on_step)
+    facts: dict[str, Any] = {}
     try:
+        teacher = Frozen(job.frozen)
+        store = FeatureStore(job.store)
+        drafter, facts = _trained(job, run, store, teacher, on_step)
         _measure(job, run, store.open(job.measure_key), teacher, drafter, on_step)
-    except NumericsError as error:
-        run.write_cell({**job.row, **_trained(drafter, result), "status": f"failed: {error.cause}"})
+    except ResourceError:
+        raise  # says nothing of the cell, and there may be no room for its row
+    except DriftlabError as error:
+        run.write_cell({**job.row, **facts, "status": f"failed: {error.cause}"})
         raise
-    run.write_cell({**job.row, **_trained(drafter, result), "status": "done"})
+    run.write_cell({**job.row, **facts, "status": DONE})
 
 
-def _drafter(
-    job: CellJob, store: FeatureStore, teacher: Frozen, on_step: Progress
-) -> tuple[Drafter, TrainResult]:
+def _trained(
+    job: CellJob, run: RunDirectory, store: FeatureStore, teacher: Frozen, on_step: Progress
+) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter as its files give it, and what the cell's row says of its training."""
+    row = _row(job)
+    if row is not None and row["train_steps"] is not None:
+        # A drafter that is gone or damaged is trained again, to the same bytes.
+        with contextlib.suppress(CheckpointError):
+            drafter = load_drafter(job.drafter)
+            on_step(job.train.steps)
+            return drafter, {name: row[name] for name in FACTS}
     mapping = None if job.draft_to_target is None else torch.tensor(job.draft_to_target)
-    drafter = initialise(job.config, teacher, mapping, seed=job.seed, head_init=job.train.head_init)
-    # A finished training is a checkpoint whose last step is reached: nothing is trained then.
+    made = initialise(job.config, teacher, mapping, seed=job.seed, head_init=job.train.head_init)
     result = train(
-        drafter,
+        made,
         store.open(job.train_key),
         teacher,
         job.train,
@@ -91,20 +119,25 @@ def _drafter(
         checkpoint=job.training,
         on_step=on_step,
     )
-    if not (job.drafter / "config.json").exists():
-        save_drafter(drafter, job.drafter)
-    return load_drafter(job.drafter), result
-
-
-def _trained(drafter: Drafter, result: TrainResult) -> dict:
-    return {
-        "n_parameters": sum(p.numel() for n, p in drafter.named_parameters() if "embed" not in n),
+    facts = {
+        "n_parameters": sum(p.numel() for n, p in made.named_parameters() if "embed" not in n),
         "train_steps": len(result.losses),
         "train_tokens": result.tokens,
         "train_loss": sum(result.losses[-20:]) / len(result.losses[-20:]),
         "train_seconds": result.seconds,
         "note": result.precision,
     }
+    save_drafter(made, job.drafter)
+    run.write_cell({**job.row, **facts, "status": "trained, not measured"})
+    # Only now: until the row is there, a kill must find the finished training.
+    job.training.unlink(missing_ok=True)
+    return load_drafter(job.drafter), facts
+
+
+def _row(job: CellJob) -> dict[str, Any] | None:
+    """The cell's stored row of ``cells``."""
+    shard = read_shard(job.run / "rows" / "cells" / f"{safe_name(job.cell)}{SUFFIX}")
+    return None if shard is None else shard.table("cells").to_pylist()[0]
 
 
 def _measure(
@@ -118,20 +151,22 @@ def _measure(
     by_prompt: dict[str, list[int]] = {}
     for i, text in enumerate(features.texts):
         by_prompt.setdefault(text.prompt_id, []).append(i)
-    todo = [prompt for prompt in by_prompt if not run.has(job.cell, prompt)]
-    on_step(len(by_prompt) - len(todo))
-    # Texts of like length share a batch; a prompt's texts always do.
-    todo.sort(key=lambda p: (max(len(features.texts[i].tokens) for i in by_prompt[p]), p))
-    for start in range(0, len(todo), job.texts_at_once):
-        prompts = todo[start : start + job.texts_at_once]
-        rows = [i for prompt in prompts for i in by_prompt[prompt]]
-        measured = _probe_rows(drafter, features, teacher, rows, job.measure)
-        for prompt in prompts:
-            tables: dict[str, dict] = {}
-            for i in by_prompt[prompt]:
-                _merge(tables, measured[i])
-            run.write(job.cell, prompt, {n: storable(c) for n, c in tables.items()})
-            on_step(1)
+    # Texts of like length share a batch; a prompt's texts always do. Batches do not depend on
+    # what is there already: padding moves the last bits of a sum.
+    order = sorted(
+        by_prompt, key=lambda p: (max(len(features.texts[i].tokens) for i in by_prompt[p]), p)
+    )
+    for start in range(0, len(order), job.texts_at_once):
+        prompts = order[start : start + job.texts_at_once]
+        if missing := [p for p in prompts if not run.has(job.cell, p)]:
+            rows = [i for prompt in prompts for i in by_prompt[prompt]]
+            measured = _probe_rows(drafter, features, teacher, rows, job.measure)
+            for prompt in missing:
+                tables: dict[str, dict] = {}
+                for i in by_prompt[prompt]:
+                    _merge(tables, measured[i])
+                run.write(job.cell, prompt, {n: storable(c) for n, c in tables.items()})
+        on_step(len(prompts))
 
 
 def _probe_rows(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from hashlib import sha256
 from pathlib import Path
 
 from driftlab.errors import RunError
@@ -50,7 +51,13 @@ def publish(run: str | Path, item: str | Path) -> Path:
                 got=old.get("name"),
                 remedy="Choose another folder, or remove that item first.",
             )
-    source.tables()  # every table is there and can be read, before anything is replaced
+    cells = source.tables().cells  # all can be read, before anything is replaced
+    if unfinished := list(cells["cell"][cells["status"] != "done"]):
+        raise RunError(
+            f"{run} has cells that are not done",
+            got=", ".join(unfinished),
+            remedy="Run it again until every cell is done.",
+        )
     for name in (*(f"{table}.parquet" for table in SMALL), "manifest.json"):
         with atomic_file(tables / name) as file, (source.path / name).open("rb") as made:
             shutil.copyfileobj(made, file)
@@ -60,24 +67,35 @@ def publish(run: str | Path, item: str | Path) -> Path:
 
 def draw(paper: str | Path, *, check: bool = False) -> list[str]:
     """Draw every item's figures; with ``check``, write nothing and list the files that differ."""
-    stale: list[str] = []
+    found: list[str] = []
     for item in items(paper):
         run = RunDirectory.open(item / "tables")
-        if not check:
+        if check:
+            found += [f"{item.name}/tables/{name}" for name in changed_tables(run)]
+            found += [f"{item.name}/figures/{name}" for name in stale(run, item / "figures")]
+        else:
             save_figures(run, item / "figures")
-            continue
-        with tempfile.TemporaryDirectory() as scratch:
-            drawn = save_figures(run, scratch)
-            expected = {path.name: path for paths in drawn.values() for path in paths.values()}
-            for name, path in sorted(expected.items()):
-                if not _same(item / "figures" / name, path):
-                    stale.append(f"{item.name}/figures/{name}")
-            stale += [
-                f"{item.name}/figures/{p.name} (no table gives it)"
-                for p in sorted((item / "figures").glob("*"))
-                if p.name not in expected
-            ]
-    return stale
+    return found
+
+
+def changed_tables(run: RunDirectory) -> list[str]:
+    """Tables of ``run`` that are no longer the ones that its manifest knows by their hash."""
+    noted = run.manifest.get("tables") or {}
+    return [
+        path.name
+        for path in sorted(run.path.glob("*.parquet"))
+        if sha256(path.read_bytes()).hexdigest() != noted.get(path.stem, {}).get("sha256")
+    ]
+
+
+def stale(run: RunDirectory, folder: Path) -> list[str]:
+    """Files of ``folder`` that are missing or are not what the tables of ``run`` give."""
+    with tempfile.TemporaryDirectory() as scratch:
+        drawn = save_figures(run, scratch)
+        expected = {path.name: path for paths in drawn.values() for path in paths.values()}
+        found = [n for n, path in sorted(expected.items()) if not _same(folder / n, path)]
+    extra = sorted(path.name for path in folder.glob("[!.]*") if path.name not in expected)
+    return found + [f"{name} (no table gives it)" for name in extra]
 
 
 def _same(committed: Path, drawn: Path) -> bool:
@@ -110,8 +128,11 @@ def _same_picture(committed: Path, drawn: Path) -> bool:
     import numpy as np
     from PIL import Image
 
-    with Image.open(committed) as a, Image.open(drawn) as b:
-        if a.size != b.size:
-            return False
-        left, right = (np.asarray(p.convert("L"), dtype=np.int16) for p in (a, b))
+    try:
+        with Image.open(committed) as a, Image.open(drawn) as b:
+            if a.size != b.size:
+                return False
+            left, right = (np.asarray(p.convert("L"), dtype=np.int16) for p in (a, b))
+    except (OSError, SyntaxError, ValueError):  # what PIL makes of a damaged file
+        return False
     return float(np.abs(left - right).mean()) <= GREY
