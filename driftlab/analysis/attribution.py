@@ -417,7 +417,7 @@ def _chain(
     memory = drafter.new_memory() if memory is None else memory
     state = drafter.step(tokens[None, 1:], fused[None], memory, depth=1)
     memory.select(anchors)
-    state = State(1, state.pre[:, anchors], state.post[:, anchors], state.feedback[:, anchors])
+    state = state.select(anchors)
     read, received = tokens[anchors + 1], fused[anchors]
     draft = read
     for d in range(1, depth + 1):

@@ -61,7 +61,8 @@ def unroll(
 
     Raises
     ------
-    DataError: a text of fewer than two tokens. ContractError: aux of another length.
+    DataError: a text of fewer than two tokens. ContractError: aux of another length, or
+        anchors that are none, do not ascend, or lie outside the text.
     """
     batch, size = tokens.shape
     if size < 2:
@@ -80,11 +81,17 @@ def unroll(
         lengths = torch.full((batch,), size, device=device)
     if anchors is None:
         anchors = torch.arange(size - 1, device=device)
+    inside = len(anchors) and int(anchors[0]) >= 0 and int(anchors[-1]) < size - 1
+    if not inside or bool((anchors.diff() <= 0).any()):
+        raise ContractError(
+            f"anchors must ascend within 0..{size - 2}",
+            got=anchors.tolist()[:8] if len(anchors) else "none",
+        )
     memory = drafter.new_memory()
     state = drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
     if len(anchors) < size - 1:
         memory.select(anchors)
-        state = State(1, state.pre[:, anchors], state.post[:, anchors], state.feedback[:, anchors])
+        state = state.select(anchors)
     read = draft = tokens[:, anchors + 1]
     for d in range(1, depth + 1):
         if d > 1:

@@ -66,24 +66,29 @@ class Memory:
             raise ContractError("anchor outside the prefix", got=int(anchors[-1]))
         self.anchors = anchors
 
-    def crop(self, length: int) -> None:
-        """Forget the prefix from ``length`` on, and every chain."""
-        if not 0 <= length <= self.length:
-            raise ContractError(f"cannot crop {self.length} anchors to {length}")
-        self.prefix = [kv and (kv[0][:, :, :length], kv[1][:, :, :length]) for kv in self.prefix]
-        self.chain = [[] for _ in range(self.n_layers)]
-        self.length = length
-        self.anchors = self.anchors[:0]
-
 
 @dataclass(frozen=True)
 class State:
-    """One step's result, each [B, T, H]: before and after the final norm, and what is fed back."""
+    """One step's result for ``anchors`` [T].
+
+    Each [B, T, H]: before and after the final norm, and what is fed back.
+    """
 
     depth: int
+    anchors: Tensor
     pre: Tensor
     post: Tensor
     feedback: Tensor
+
+    def select(self, rows: Tensor) -> State:
+        """The same for some rows only."""
+        return State(
+            self.depth,
+            self.anchors[rows],
+            self.pre[:, rows],
+            self.post[:, rows],
+            self.feedback[:, rows],
+        )
 
 
 class Rotary(nn.Module):
@@ -495,10 +500,13 @@ class Drafter(nn.Module):
             hidden = layer(hidden, embedded if first_layer else None, positions, memory, depth)
         pre = self.at_pre(hidden)
         post = self.at_post(self.norm(pre))
-        return State(depth, pre, post, post if self.config.feedback is Feedback.post_norm else pre)
+        feedback = post if self.config.feedback is Feedback.post_norm else pre
+        return State(depth, memory.anchors, pre, post, feedback)
 
     def logits(self, state: State) -> Tensor:
         """Scores over the draft vocabulary, [B, T, Vd]."""
+        self._clock.depth, self._clock.anchors = state.depth, state.anchors
+        self._clock.rows = slice(0, len(state.anchors))
         scores = self.lm_head(state.pre if self.config.logits_from_raw else state.post)
         return self.at_logits(scores * self.config.logit_scale)
 
