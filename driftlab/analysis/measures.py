@@ -102,13 +102,14 @@ def explicit_sink(positions: Sequence[int], batch: int, size: int) -> Tensor:
     return sink
 
 
-def auto_sink(received: Tensor, queries: Tensor) -> Tensor:
-    """Mark positions whose mean received mass exceeds `SINK_THRESHOLD`.
+def auto_sink(received: Tensor, size: int) -> Tensor:
+    """Mark positions whose mean received mass at depth 1, [B, K], exceeds `SINK_THRESHOLD`.
 
-    received: [B, K] mass that each key got, summed over heads' means and queries;
-    queries: [B, K] how many queries could see the key.
+    -> [B, size]; positions past K are not marked.
     """
-    return received / queries.clamp(min=1) > SINK_THRESHOLD
+    sink = torch.zeros(len(received), size, dtype=torch.bool)
+    sink[:, : received.shape[1]] = received > SINK_THRESHOLD
+    return sink
 
 
 def fused_parts(chunks: Sequence[Tensor], weight: Tensor) -> list[Tensor]:

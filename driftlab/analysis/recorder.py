@@ -262,4 +262,7 @@ def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor
     with torch.inference_mode(), attach(drafter, "attn.pattern", collect):
         drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
     queries = (lengths[:, None] - 1 - torch.arange(size - 1)[None]).clamp(min=0)
+    window = (drafter.config.windows or (None,))[0]
+    if window is not None:
+        queries = queries.clamp(max=window)
     return total / queries.clamp(min=1)

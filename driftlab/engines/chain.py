@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from driftlab.errors import ContractError
+from driftlab.errors import ContractError, DataError
 from driftlab.models.drafter import Drafter, Memory
 from driftlab.models.target import Target
 
@@ -22,7 +22,10 @@ Draft = Literal["greedy", "sampled"]
 
 @dataclass(frozen=True)
 class Round:
-    """``anchor`` t, the drafted target ids, how many were accepted, and the token after them."""
+    """``anchor`` t, the drafted target ids, how many were accepted, and the token after them.
+
+    The last round may go past the end token or the limit, where the continuation is cut.
+    """
 
     anchor: int
     drafted: tuple[int, ...]
@@ -60,11 +63,23 @@ def speculate(
     At temperature 0 the result is the target's own greedy text. Above it, a greedy draft is
     accepted with the target's probability of it, and a sampled one by the rule of
     Leviathan et al. 2023 (arXiv 2211.17192); in both cases the text follows the target's
-    distribution exactly.
+    distribution exactly. Rounds near the target's context length draft fewer tokens.
+
+    Raises
+    ------
+    ContractError: see `check_pair`; or a sampled draft at temperature 0.
+    DataError: an empty or foreign prompt, prompt + new tokens beyond the target's context, or a
+        depth or number of new tokens below 1.
     """
     if draft == "sampled" and temperature == 0:
         raise ContractError("a sampled draft needs a temperature above 0")
+    if depth < 1 or max_new_tokens < 1 or temperature < 0:
+        raise DataError(
+            "speculation needs depth >= 1, max_new_tokens >= 1 and temperature >= 0",
+            got=f"{depth}, {max_new_tokens}, {temperature}",
+        )
     check_pair(target, drafter)
+    target.check_tokens(prompt, what="the prompt", extra=max_new_tokens)
     rng = torch.Generator().manual_seed(seed)
     session = target.session(prompt, drafter.config.boundaries)
     tokens, aux = list(prompt), session.aux
@@ -73,9 +88,11 @@ def speculate(
     memory = drafter.new_memory()
     limit = len(prompt) + max_new_tokens
     with torch.inference_mode():
-        while len(tokens) < limit and tokens[-1] not in target.eos_ids:
+        ended = tokens[-1] in target.eos_ids
+        while len(tokens) < limit and not ended:
             anchor = len(tokens) - 2
-            drafted, q = _draft(drafter, memory, tokens, aux, depth, draft, temperature, rng)
+            room = min(depth, target.max_position - len(tokens))
+            drafted, q = _draft(drafter, memory, tokens, aux, room, draft, temperature, rng)
             block = session.extend([tokens[-1], *drafted])
             if block.logits is None:
                 raise ContractError("verification needs the target's logits")
@@ -83,7 +100,9 @@ def speculate(
             session.rewind(len(tokens) + accepted)
             aux = block.aux[:, : accepted + 1]
             rounds.append(Round(anchor, tuple(drafted), accepted, bonus))
-            tokens += [*drafted[:accepted], bonus]
+            new = [*drafted[:accepted], bonus]
+            ended = not target.eos_ids.isdisjoint(new)
+            tokens += new
     kept = tokens[:limit]
     for i, token in enumerate(kept[len(prompt) :], start=len(prompt)):
         if token in target.eos_ids:
@@ -180,6 +199,8 @@ def verify(
         else:
             # Ids past the draft's vocabulary (padding rows) keep all of their mass.
             left[: q.shape[1]] = (left[: q.shape[1]] - q[i]).clamp(min=0)
+        if not left.any():  # p and q differ by rounding only, and nothing else can be drawn
+            continue
         return i, int(torch.multinomial(left, 1, generator=rng))
     return len(drafted), int(torch.multinomial(p[-1], 1, generator=rng))
 

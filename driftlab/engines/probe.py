@@ -133,9 +133,7 @@ def sink_set(
         return measures.first_sink(batch, size)
     if spec.sink == "auto":
         received = received_mass(drafter, tokens, aux, lengths)
-        marked = torch.zeros(batch, size, dtype=torch.bool)
-        marked[:, : size - 1] = received > measures.SINK_THRESHOLD
-        return marked
+        return measures.auto_sink(received, size)
     return measures.explicit_sink(spec.sink, batch, size)
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from driftlab.data.features import Batch, Features
 from driftlab.engines.anchors import unroll
 from driftlab.errors import CheckpointError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
-from driftlab.models.frozen import Teacher
+from driftlab.models.frozen import Teacher, head_logits
 from driftlab.results.shards import atomic_file
 
 
@@ -93,12 +94,9 @@ def initialise(
 def soft_targets(teacher: Teacher, last: Tensor, draft_to_target: Tensor) -> Tensor:
     """The target's distribution over the draft vocabulary, [B, S, Ht] -> [B, S, Vd]."""
     with torch.no_grad():
-        if len(draft_to_target) == teacher.head_weight.shape[0]:
-            logits = teacher.head(last)
-        else:
-            rows = teacher.head_weight[draft_to_target]
-            logits = nn.functional.linear(last.to(rows.dtype), rows)
-        return logits.float().softmax(dim=-1)
+        weight = teacher.head_weight
+        rows = weight if len(draft_to_target) == len(weight) else weight[draft_to_target]
+        return head_logits(teacher, last, rows).float().softmax(dim=-1)
 
 
 def ttt_loss(
@@ -169,7 +167,7 @@ def train(
         weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: _cosine(s, spec))
-    identity = f"{drafter.config.model_dump_json()} {spec.model_dump_json()} seed {seed}"
+    identity = _identity(drafter, corpus, spec, seed)
     losses: list[float] = []
     tokens = skipped = 0
     earlier = 0.0
@@ -263,6 +261,15 @@ def _precision(spec: TrainSpec, device: torch.device) -> tuple[bool, str]:
     capability = torch.backends.cpu.get_cpu_capability()
     has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return has, f"{'bfloat16 autocast' if has else 'float32'} (auto: CPU is {capability})"
+
+
+def _identity(drafter: Drafter, corpus: Features, spec: TrainSpec, seed: int) -> str:
+    """Everything that decides what a training computes, from its first step on."""
+    vocabulary = sha256(drafter.draft_to_target.cpu().numpy().tobytes()).hexdigest()
+    return (
+        f"{drafter.config.model_dump_json()} {spec.model_dump_json()} seed {seed}, "
+        f"vocabulary {vocabulary}, states {corpus.key}"
+    )
 
 
 def _save(path: Path, state: dict) -> None:

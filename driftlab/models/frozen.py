@@ -14,13 +14,19 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from driftlab.errors import CheckpointError
+from driftlab.errors import CheckpointError, ContractError
 from driftlab.models.target import Target
 from driftlab.results.shards import atomic_file
 
 
 class Teacher(Protocol):
-    """What training needs of a target: head and embedding [V, Ht], final norm's gains [Ht]."""
+    """What training needs of a target: head and embedding [V, Ht], final norm's gains [Ht].
+
+    The head's product is scaled and then softly capped; see `head_logits`.
+    """
+
+    logit_scale: float
+    softcap: float | None
 
     @property
     def head_weight(self) -> Tensor: ...
@@ -29,6 +35,14 @@ class Teacher(Protocol):
     @property
     def final_norm_weight(self) -> Tensor | None: ...
     def head(self, last: Tensor) -> Tensor: ...
+
+
+def head_logits(teacher: Teacher, last: Tensor, rows: Tensor) -> Tensor:
+    """Logits [.., n] of states after the final norm for some ``rows`` [n, Ht] of the head."""
+    logits = nn.functional.linear(last.to(rows), rows) * teacher.logit_scale
+    if teacher.softcap is None:
+        return logits
+    return torch.tanh(logits / teacher.softcap) * teacher.softcap
 
 
 class Frozen:
@@ -42,7 +56,8 @@ class Frozen:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 meta = file.metadata() or {}
-                self.softcap, self.scale = float(meta["softcap"]), float(meta["scale"])
+                self.logit_scale = float(meta["scale"])
+                self.softcap: float | None = float(meta["softcap"]) or None
         except Exception as error:  # safetensors raises its own and the system's errors
             raise CheckpointError(
                 f"the target's frozen parts in {path} cannot be read",
@@ -55,15 +70,29 @@ class Frozen:
 
     def head(self, last: Tensor) -> Tensor:
         """Logits [.., V] of states after the final norm."""
-        logits = nn.functional.linear(last.to(self.head_weight.dtype), self.head_weight)
-        logits = logits * self.scale
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+        return head_logits(self, last, self.head_weight)
 
 
 def freeze(target: Target, path: Path) -> None:
-    """Write the target's frozen parts to ``path`` unless they are there."""
+    """Write the target's frozen parts to ``path`` unless they are there.
+
+    Raises
+    ------
+    ContractError: the target's head does more than a product, a scale and a soft cap.
+    """
     if path.exists():
         return
+    rng = torch.Generator().manual_seed(0)
+    last = torch.randn(4, target.hidden_size, generator=rng).to(target.device, target.dtype)
+    with torch.no_grad():
+        own = target.head(last)
+        rebuilt = head_logits(target, last, target.head_weight).to(own)
+    if not torch.allclose(own, rebuilt, rtol=1e-2, atol=1e-2):
+        raise ContractError(
+            f"{target.name}: the head is not a product of its weight alone",
+            got=f"logits that differ by up to {float((own - rebuilt).abs().max()):.3g}",
+            remedy="A head with a bias cannot be taught from; use another target.",
+        )
     tensors = {"embedding": target.embedding_weight.contiguous()}
     if target.head_weight.data_ptr() != target.embedding_weight.data_ptr():
         tensors["head"] = target.head_weight.contiguous()
