@@ -366,7 +366,7 @@ def test_dropping_every_layer_to_nothing_leaves_no_input(given: tuple[Tensor, Te
         run(drafter, given)
 
 
-@pytest.mark.parametrize("trained,wanted", itertools.permutations(list(FusionNorm)[:3], 2))
+@pytest.mark.parametrize("trained,wanted", list(itertools.permutations(list(FusionNorm)[:3], 2)))
 def test_a_swapped_norm_is_a_drafter_with_gains_of_one(
     trained: Any, wanted: Any, given: tuple[Tensor, Tensor]
 ) -> None:
