@@ -176,7 +176,7 @@ def doctor(
 
 @app.command()
 def export(
-    drafter: DrafterPath,
+    drafter: Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")],
     to: Annotated[str, typer.Option(help="vllm, sglang, speculators or safeailab.")],
     out: Annotated[Path, typer.Option(help="Folder for the written drafter.")],
     target: Annotated[
