@@ -1,0 +1,254 @@
+"""Experiment files: what is accepted means what it says, the rest is one ConfigError."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from driftlab.config import (
+    DrafterConfig,
+    Experiment,
+    Feedback,
+    FusionNorm,
+    Origin,
+    Residual,
+    Sourced,
+    build_experiment,
+    read_experiment,
+    refuse_assumptions,
+)
+from driftlab.errors import AssumptionError, ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+MICRO = ROOT / "driftlab" / "data" / "suites" / "micro.toml"
+
+
+def small() -> dict[str, Any]:
+    return {
+        "name": "x",
+        "target": {"source": "micro"},
+        "text": {"train_prompts": "micro", "measure_prompts": "micro", "train_tokens": 10},
+    }
+
+
+@pytest.mark.parametrize("path", [MICRO, *(ROOT / "experiments").glob("*.toml")], ids=str)
+def test_what_is_shipped_is_read(path: Path) -> None:
+    spec = read_experiment(path)
+    assert spec.axes.fusion_norm == (FusionNorm.none, FusionNorm.per_layer)
+    assert spec.axes.feedback == (Feedback.pre_norm, Feedback.post_norm)
+    assert spec.axes.residual == (Residual.raw,)
+    assert spec.measure.depth == 16
+
+
+def test_a_manifest_gives_the_experiment_back() -> None:
+    spec = read_experiment(MICRO, ("measure.sink=[0, 3]", "drafter.draft_vocab_size=30"))
+    assert build_experiment(spec.model_dump(mode="json"), where="manifest") == spec
+
+
+def test_overrides_take_toml_and_bare_words() -> None:
+    spec = read_experiment(
+        MICRO,
+        (
+            "train.steps=7",
+            "train.lr = 1",
+            "seeds=[4, 5]",
+            "text.measure_prompts=held-out",
+            'question="why = how?"',
+            "drafter.head_dim=8",  # a table that the file leaves out
+            "train.steps=9",  # the last one counts
+        ),
+    )
+    assert (spec.train.steps, spec.train.lr, spec.seeds) == (9, 1.0, (4, 5))
+    assert (spec.text.measure_prompts, spec.question) == ("held-out", "why = how?")
+    assert spec.drafter.head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.stepps=3", "train.stepps"),
+        ("steps=3", "steps"),
+        ("train.steps=true", "train.steps: .*integer, found True"),
+        ('train.steps="3"', "train.steps: .*integer, found '3'"),
+        ("train.steps=3.0", "train.steps: .*integer, found 3.0"),
+        ("train.steps=0", "train.steps"),
+        ("train.steps=99999999999", "train.steps"),
+        ("train.lr=nan", "train.lr: .*finite"),
+        ("train.lr=inf", "train.lr: .*finite"),
+        ("train=3", "train"),
+        ("train.steps.x=3", "steps is not a table"),
+        ("seeds=[]", "seeds is empty"),
+        ("seeds=[1, 1]", "seeds holds a value twice"),
+        ("seeds=[-1]", "seeds.0"),
+        ("seeds=3", "seeds"),
+        ('axes.feedback=["pre_norm", "pre_norm"]', "feedback holds a value twice"),
+        ("axes.residual=[]", "residual is empty"),
+        ('axes.fusion_norm=["both"]', "axes.fusion_norm.0"),
+        ('axes.fusion_norm=["concat_per_layer"]', "not trained"),
+        ("measure.modes=[]", "modes is empty"),
+        ("measure.sink=[-1]", "negative"),
+        ("measure.sink=last", "measure.sink"),
+        ("target.boundaries=[]", "boundaries is empty"),
+        ("text.given=x.jsonl", "either train_prompts or given"),
+        ("text.temperatures=[0.5, 1]", "temperatures"),
+        ("name=../x", "name"),
+        ("name=a/b", "name"),
+        ("name=.hidden", "name"),
+        ("name=2026-01-31", "no setting is a date"),
+        ("=3", "--set needs key=value"),
+        ("train.steps", "--set needs key=value"),
+    ],
+)
+def test_a_wrong_setting_is_named(override: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_experiment(MICRO, (override,))
+    assert re.search(named, caught.value.cause)
+    assert caught.value.remedy
+
+
+def test_every_wrong_key_is_listed() -> None:
+    with pytest.raises(ConfigError, match=r"2 wrong setting.*train\.a.*measure\.b"):
+        read_experiment(MICRO, ("train.a=1", "measure.b=2"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"name = ", "is not a TOML file"),
+        (b"a = 1\na = 2", "is not a TOML file"),
+        (b"\xff\xfe", "is not a TOML file"),
+        (b"a = " + b"[" * 100_000, "is not a TOML file"),
+        (b"", "name: Field required"),
+        (b"name = 1979-05-27", "no setting is a date"),
+    ],
+)
+def test_a_file_that_is_no_experiment(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        read_experiment(path)
+
+
+def test_a_path_that_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_experiment(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_experiment(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_experiment(MICRO / "below-a-file.toml")
+
+
+KEYS = st.sampled_from(
+    [*Experiment.model_fields, *Experiment.model_fields["text"].annotation.model_fields]  # type: ignore[union-attr]
+) | st.text(max_size=6)
+LEAVES = (
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.datetimes()
+    | st.sampled_from(["micro", "first", "none", "pre_norm", "float32"])
+)
+TREES = st.dictionaries(
+    KEYS,
+    st.recursive(
+        LEAVES,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=60)
+@given(tree=TREES, begun=st.booleans())
+def test_any_tree_gives_an_experiment_or_a_config_error(tree: dict[str, Any], begun: bool) -> None:
+    data = {**small(), **tree} if begun else tree
+    try:
+        spec = build_experiment(data, where="x.toml")
+    except ConfigError as error:
+        assert error.cause
+    else:
+        assert json.loads(spec.model_dump_json())["name"] == data["name"]
+
+
+@settings(max_examples=60)
+@given(key=st.text(max_size=12) | KEYS, value=st.text(max_size=12))
+def test_any_override_gives_an_experiment_or_a_config_error(key: str, value: str) -> None:
+    try:
+        spec = build_experiment(small(), (f"{key}={value}",), where="x.toml")
+    except ConfigError as error:
+        assert error.cause
+    else:
+        assert isinstance(spec, Experiment)
+
+
+@settings(max_examples=50)
+@given(content=st.binary(max_size=40) | st.text(alphabet='[]{}"=.\n #a1', max_size=40))
+def test_any_file_gives_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes | str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError):
+        read_experiment(path)
+
+
+def test_dates_in_lists_are_found() -> None:
+    with pytest.raises(ConfigError, match="no setting is a date"):
+        build_experiment({**small(), "seeds": [datetime.time(1, 2)]}, where="x")
+
+
+DRAFTER: dict[str, Any] = {
+    "hidden_size": 8,
+    "target_hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 2,
+    "vocab_size": 9,
+    "draft_vocab_size": 5,
+    "boundaries": (1, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_kv_heads": 3}, "not a multiple"),
+        ({"boundaries": (2, 1)}, "ascend"),
+        ({"boundaries": (-1, 1)}, ">= 0"),
+        ({"draft_vocab_size": 10}, "exceeds vocab_size"),
+        ({"windows": (4, 4)}, "2 windows for 1 layers"),
+        ({"boundaries": (), "fusion_norm": "per_layer"}, "no fusion norm"),
+        ({"norm_eps": float("inf")}, "finite"),
+        ({"norm_output": True}, "norm_output"),
+    ],
+)
+def test_drafters_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        DrafterConfig(**DRAFTER | changes)
+
+
+def test_a_variant_is_named_by_its_enums() -> None:
+    assert DrafterConfig(**DRAFTER).variant == "none+pre_norm"
+    normed = DRAFTER | {"fusion_norm": "concat", "feedback": "post_norm", "residual": "normed"}
+    assert DrafterConfig(**normed).variant == "concat+post_norm+normed"
+
+
+def test_strict_lists_what_was_assumed_and_nothing_else() -> None:
+    read = Sourced(value=1, origin=Origin.read, where="config")
+    refuse_assumptions(
+        {"a": read, "b": read.model_copy(update={"origin": Origin.derived})}, owner="m"
+    )
+    assumed = Sourced(value=7, origin=Origin.assumed, where="nowhere")
+    with pytest.raises(AssumptionError, match=r"m: 1 value.*c = 7 \(nowhere\)"):
+        refuse_assumptions({"a": read, "c": assumed}, owner="m")
