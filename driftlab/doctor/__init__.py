@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
 from driftlab.data.text import Text
 from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
@@ -39,8 +37,8 @@ from driftlab.results.stats import Estimate
 
 __all__ = ["MINIMUM", "Candidate", "Check", "Diagnosis", "Outcome", "Verdict", "examine", "fix"]
 
-MINIMUM = 0.01
-"""Nats a token that another reading must save to be named, and below which readings are equal."""
+MINIMUM = 0.005
+"""Nats a token that another reading must save to be called better."""
 FAULTS = 3
 """How many faults at once are looked for."""
 
@@ -177,9 +175,9 @@ class _Case:
                 runtimes=(),
                 notes=notes,
             )
-        own, candidates, winner = self._candidates()
+        own, candidates, winner, rivals = self._candidates()
         checks.append(drafts(own, drafter, texts))
-        verdict, reasons = judge(checks, candidates, winner)
+        verdict, reasons = judge(checks, candidates, winner, rivals)
         best = winner.reading if winner is not None else self.base
         return Diagnosis(
             **common,  # type: ignore[arg-type]
@@ -204,7 +202,7 @@ class _Case:
         built = {name: build(self.subject, reading) for name, reading in readings.items()}
         return score(self.target, self.texts, built, progress=label if self.progress else "")
 
-    def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None]:
+    def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None, tuple[str, ...]]:
         """One patch at a time; then the winner with each of the others, while margins stay."""
         provenance = self.subject.provenance
         options = alternatives(self.base, provenance, self.facts, self.target.shape.rope)
@@ -213,6 +211,7 @@ class _Case:
         standing: Score | None = None
         found: list[Candidate] = []
         winner: Candidate | None = None
+        rivals: list[str] = []
         for round_ in range(FAULTS):
             tries = {
                 option: tried(option.apply, reading)
@@ -235,6 +234,11 @@ class _Case:
             if not better:
                 break
             winner = max(better, key=lambda c: c.margin.value)
+            rivals += [
+                c.name
+                for c in better
+                if c is not winner and margins(c.score, winner.score, seed=self.seed)[0].low <= 0
+            ]
             fields.add(next(o.field for o in tries if _name(against, o) == winner.name))
             against, reading, standing = winner.name, winner.reading, winner.score
         assert own is not None
@@ -242,7 +246,7 @@ class _Case:
             # Its own margin was over the winner before it; the file's reading is what counts.
             margin, accepted = margins(own, winner.score, seed=self.seed)
             winner = replace(winner, margin=margin, accepted=accepted)
-        return own, found, winner
+        return own, found, winner, tuple(rivals)
 
     def _judge(
         self, option: Alternative, against: str, reading: Reading, old: Score, new: Score
@@ -290,13 +294,16 @@ def outcome(margin: Estimate, accepted: Estimate) -> Outcome:
         return Outcome.worse
     if margin.low > 0 and margin.value >= MINIMUM and not accepted.high < 0:
         return Outcome.better
-    if margin.low > -MINIMUM and margin.high < MINIMUM:
-        return Outcome.equal
+    if margin.high < MINIMUM:
+        return Outcome.no_better
     return Outcome.unclear
 
 
 def judge(
-    checks: Sequence[Check], candidates: Sequence[Candidate], winner: Candidate | None
+    checks: Sequence[Check],
+    candidates: Sequence[Candidate],
+    winner: Candidate | None,
+    rivals: Sequence[str] = (),
 ) -> tuple[Verdict, tuple[str, ...]]:
     """The verdict, and what it rests on."""
     reasons = []
@@ -306,15 +313,17 @@ def judge(
             f"the weights support another reading: {patch} saves {winner.margin.short} nats a "
             f"token and accepts {winner.accepted.short} more drafts a round"
         )
+    if rivals:
+        reasons.append(f"as good as the winner on this text: {', '.join(rivals)}")
     reasons += [f"failed: {check.name} ({check.detail})" for check in checks if not check.ok]
     if reasons:
         return Verdict.wrong, tuple(reasons)
     doubts = [c for c in candidates if c.outcome is Outcome.unclear]
-    # A rotation matters more the longer the text, so equal here does not mean equal.
+    # A rotation matters more the longer the text: equal here is not equal everywhere.
     blind = [
         c
         for c in candidates
-        if c.outcome is Outcome.equal
+        if c.outcome is Outcome.no_better
         and not c.settled
         and any(name.startswith("rope.") for name in c.patch)
     ]
@@ -322,13 +331,10 @@ def judge(
     reasons += [f"cannot tell from this text: {c.name} ({c.why})" for c in blind]
     if reasons:
         return Verdict.doubtful, tuple(reasons)
-    equal = [c.name for c in candidates if c.outcome is Outcome.equal]
-    reasons = [
-        "every other reading of the files is worse"
-        if not equal
-        else f"no other reading is better; {', '.join(equal)} make no difference on this text"
-    ]
-    return Verdict.clean, tuple(reasons)
+    even = [c.name for c in candidates if c.outcome is Outcome.no_better]
+    if even:
+        return Verdict.clean, (f"no other reading is better; as good here: {', '.join(even)}",)
+    return Verdict.clean, ("every other reading is worse",)
 
 
 def _contract(drafter: Drafter, target: Target, patches: Sequence[Patch]) -> list[Row]:

@@ -32,8 +32,8 @@ class Outcome(StrEnum):
 
     better = "better"  # beyond the minimum margin, interval above zero
     worse = "worse"  # interval below zero
-    equal = "equal"  # no difference as large as the minimum margin: this text cannot tell
-    unclear = "unclear"  # it may or may not be better
+    no_better = "no better"  # if it is better at all, then by less than the minimum margin
+    unclear = "unclear"  # it may be better by the minimum margin or more
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,10 @@ def _runtimes(runtimes: Sequence[Runtime]) -> Iterable[str]:
     yield "Runtimes: does it serve the file as trained, and the acceptance that it would show"
     for r in runtimes:
         word = "refuses" if r.refused else "yes" if r.as_trained else "no"
-        shown = (
-            ""
-            if r.score is None
-            else (
-                f"  {_joined(r.score.acceptance)}  {r.score.accepted_drafts:.2f} of {DEPTH} accepted"
-            )
-        )
+        shown = ""
+        if r.score is not None:
+            length = f"{r.score.accepted_drafts:.2f} of {DEPTH} accepted"
+            shown = f"  {_joined(r.score.acceptance)}  {length}"
         yield f"  {r.profile:<9} {word:<8}{shown}".rstrip()
         for text in [*([r.refused] if r.refused else []), *map(str, r.patches), *r.notes]:
             yield from _wrap(text, "            - ", "              ")

@@ -127,9 +127,9 @@ class _Sums:
             loss = self.loss.mean(axis=1) / weights
             accepted = self.accepted.sum(axis=1) / weights
         return Score(
-            acceptance=tuple(self.accepted.sum(axis=0) / n),
-            accuracy=tuple(self.right.sum(axis=0) / n),
-            cross_entropy=tuple(self.loss.sum(axis=0) / n),
+            acceptance=tuple((self.accepted.sum(axis=0) / n).tolist()),
+            accuracy=tuple((self.right.sum(axis=0) / n).tolist()),
+            cross_entropy=tuple((self.loss.sum(axis=0) / n).tolist()),
             accepted_drafts=float(self.accepted.sum() / n[0]),
             anchors=int(n[0]),
             entropy_by_text=Sample(loss[None], weights[None]),

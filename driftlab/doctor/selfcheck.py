@@ -147,7 +147,7 @@ def _causal(drafter: Drafter, tokens: Tensor, aux: Tensor) -> Check:
     later_tokens, later, earlier = tokens.clone(), aux.clone(), aux.clone()
     later_tokens[:, cut + 1 :] = tokens[:, cut + 1 :].flip(1)
     later[:, cut:] = aux[:, cut:].flip(1)
-    earlier[:, 0] = aux[:, -1]
+    earlier[:, :cut] = -aux[:, :cut]
     pairs = zip(_free(drafter, later_tokens, later), before, strict=True)
     leak = max(float((a - b)[:, :cut].abs().max()) for a, b in pairs)
     pairs = zip(_free(drafter, tokens, earlier), before, strict=True)

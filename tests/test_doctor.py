@@ -1,0 +1,579 @@
+"""The doctor on trained micro pairs: clean ones are left in peace, planted faults are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+import torch
+
+from driftlab import doctor
+from driftlab.config import Feedback, FusionNorm, Origin, Residual, Rope, Sourced
+from driftlab.doctor import Diagnosis, Outcome, Verdict
+from driftlab.doctor.candidates import alternatives, changes
+from driftlab.doctor.scoring import margins, own_texts, score
+from driftlab.engines.chain import speculate
+from driftlab.errors import AssumptionError, ConfigError, ContractError, DataError
+from driftlab.models.checkpoints import load_drafter, save_drafter
+from driftlab.models.checkpoints.dialects import Dialect
+from driftlab.models.checkpoints.profiles import (
+    EMBED,
+    Facts,
+    Patch,
+    Profile,
+    Reading,
+    Served,
+    build,
+    gather_facts,
+    serve,
+)
+from driftlab.models.drafter import Drafter
+
+# One of each kind; the others take the same way and run with the slow tests.
+QUICK = {
+    "boundaries one too high",
+    "middle boundary one too low",
+    "raw feedback read as normed",
+    "raw residual read as normed",
+    "fc_norm dropped",
+    "offsets of d2t taken as ids",
+    "rope base 100 for 10000",
+    "rope block yarn x32 for none",
+    "single hidden norm read as double",
+    "drafted positions one too far",
+    "two at once: boundaries, feedback",
+}
+
+
+def examined(drafter: Drafter, variant: str = faults.PLAIN, **settings: Any) -> Diagnosis:
+    settings = {"tokens": faults.TOKENS, "prompts": faults.prompts(variant)} | settings
+    return doctor.examine(faults.target(variant), drafter, **settings)
+
+
+@pytest.fixture(scope="module")
+def clean() -> Diagnosis:
+    return examined(faults.drafter())
+
+
+@pytest.fixture(scope="module")
+def ill() -> Diagnosis:
+    return examined(faults.FAULTS["raw feedback read as normed"].planted())
+
+
+# Findings
+
+
+@pytest.mark.parametrize("variant", faults.CLEAN)
+def test_a_clean_pair_is_clean(variant: str) -> None:
+    found = examined(faults.drafter(variant), variant)
+    assert found.verdict is Verdict.clean, found.reasons
+    assert found.exit_code == 0
+    assert found.winner is None
+    assert all(check.ok for check in found.checks)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in faults.FAULTS]
+)
+def test_a_planted_fault_is_named(name: str) -> None:
+    fault = faults.FAULTS[name]
+    found = examined(fault.planted(), fault.variant)
+    assert found.verdict is Verdict.wrong
+    assert found.exit_code == 4
+    assert found.winner is not None, found.reasons
+    assert found.winner.patch == fault.cure
+    assert found.winner.margin.low > 0
+    assert found.winner.margin.value >= doctor.MINIMUM
+
+
+def test_the_scores_are_those_of_the_verified_rounds() -> None:
+    """Acceptance on text that the target wrote greedily, against the engine that verifies."""
+    target, drafter = faults.target(), faults.drafter()
+    prompt = faults.prompts()[0]
+    spoken = speculate(target, drafter, prompt, depth=4, max_new_tokens=24)
+    text = faults._texts([spoken.tokens])[0]
+    found = score(target, [text], {"own": drafter})["own"]
+    (rounds,) = [[r for r in spoken.rounds if r.anchor + 5 < len(spoken.tokens)]]
+    assert len(rounds) > 3
+    steps = {
+        r.anchor: r.accepted for r in rounds
+    }  # anchors that were drafted from; all others are only in the score
+    again = score(target, [text], {"own": drafter})["own"]
+    assert found.acceptance == again.acceptance
+    assert found.anchors >= len(steps)
+    assert found.acceptance[0] >= found.acceptance[1] >= found.acceptance[3]
+    assert found.accepted_drafts == pytest.approx(sum(found.acceptance))
+
+
+def test_margins_are_paired_over_texts() -> None:
+    import numpy as np
+
+    drafter = faults.drafter()
+    texts = own_texts(faults.target(), faults.prompts(), tokens=200, seed=0)
+    base = Reading(drafter.config, drafter.draft_to_target)
+    other = build(drafter, base.change(feedback=Feedback.post_norm))
+    found = score(faults.target(), texts, {"a": drafter, "b": other})
+    saved, gained = margins(found["a"], found["b"])
+    by_hand = np.mean(found["a"].cross_entropy) - np.mean(found["b"].cross_entropy)
+    assert saved.value == pytest.approx(by_hand)
+    more = found["b"].accepted_drafts - found["a"].accepted_drafts
+    assert gained.value == pytest.approx(more)
+    nothing, _ = margins(found["a"], found["a"])
+    assert (nothing.value, nothing.low, nothing.high) == (0, 0, 0)
+
+
+def test_cross_entropy_by_hand() -> None:
+    """Against a plain softmax over the whole vocabulary, one text, one depth."""
+    target, drafter = faults.target(), faults.drafter()
+    text = own_texts(target, faults.prompts(), tokens=60, seed=1)[0]
+    found = score(target, [text], {"own": drafter})["own"]
+    tokens = torch.tensor([text.tokens])
+    out = target.forward(tokens, torch.tensor([tokens.shape[1]]), drafter.config.boundaries)
+    assert out.logits is not None
+    p = out.logits[0].softmax(-1)
+    state = drafter.step(
+        tokens[:, 1:], drafter.fuse(out.aux[:, :-1]), drafter.new_memory(), depth=1
+    )
+    q = torch.full((tokens.shape[1] - 1, target.vocab_size), 0.01 / target.vocab_size)
+    q[:, drafter.draft_to_target] += 0.99 * drafter.logits(state)[0].softmax(-1)
+    anchors = range(text.prompt_len - 1, tokens.shape[1] - 5)
+    losses = [-float((p[t + 1] * q[t].log()).sum()) for t in anchors]
+    assert found.cross_entropy[0] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_the_same_seed_gives_the_same_page(clean: Diagnosis) -> None:
+    torch.manual_seed(11)
+    before = torch.random.get_rng_state()
+    assert str(examined(faults.drafter())) == str(clean)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_rotation_that_the_text_cannot_tell_is_doubtful() -> None:
+    """A base that turns the slowest dimension only: no text of 32 tokens shows it."""
+    drafter = faults.drafter()
+    rope = drafter.config.rope.model_copy(update={"theta": 10500.0})
+    read = build(drafter, Reading(drafter.config, drafter.draft_to_target).change(rope=rope))
+    found = examined(read)
+    assert found.verdict is Verdict.doubtful
+    assert found.exit_code == 3
+    assert any("cannot tell from this text: rope base 10000" in r for r in found.reasons)
+
+
+def test_an_untrained_drafter_gets_the_checklist() -> None:
+    drafter = faults.drafter()
+    rng = torch.Generator().manual_seed(0)
+    head = torch.randn(drafter.lm_head.weight.shape, generator=rng)
+    reading = Reading(drafter.config, drafter.draft_to_target, {"lm_head.weight": 0.01 * head})
+    found = examined(build(drafter, reading))
+    assert found.verdict is Verdict.wrong
+    assert any("likely misconfigured" in r and "boundaries" in r for r in found.reasons)
+
+
+def test_a_better_reading_is_not_named_when_it_accepts_less() -> None:
+    from driftlab.results.stats import Estimate
+
+    better = Estimate(0.1, 0.05, 0.15, 20)
+    fewer = Estimate(-0.3, -0.4, -0.2, 20)
+    more = Estimate(0.3, 0.2, 0.4, 20)
+    assert doctor.outcome(better, more) is Outcome.better
+    assert doctor.outcome(better, fewer) is Outcome.unclear
+    assert doctor.outcome(Estimate(0.004, 0.001, 0.007, 20), more) is Outcome.unclear
+    assert doctor.outcome(Estimate(0.0, -0.2, 0.004, 20), more) is Outcome.no_better
+    assert doctor.outcome(Estimate(-0.1, -0.2, -0.05, 20), more) is Outcome.worse
+
+
+# Self-checks
+
+
+def _with(drafter: Drafter, **tensors: torch.Tensor) -> Drafter:
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    return build(drafter, Reading(drafter.config, drafter.draft_to_target, named))
+
+
+def test_nan_is_named_and_nothing_is_scored() -> None:
+    drafter = faults.drafter()
+    broken = drafter.norm.weight.clone()
+    broken[3] = float("nan")
+    found = examined(_with(drafter, norm__weight=broken))
+    assert found.verdict is Verdict.wrong
+    assert found.score is None and not found.candidates
+    assert "norm.weight" in str(found)
+
+
+def test_attention_that_does_nothing_fails_its_checks() -> None:
+    drafter = faults.drafter()
+    name = "layers.0.self_attn.o_proj.weight"
+    silent = torch.zeros_like(drafter.get_parameter(name))
+    reading = Reading(drafter.config, drafter.draft_to_target, {name: silent})
+    found = examined(build(drafter, reading), tokens=300)
+    failed = {check.name for check in found.checks if not check.ok}
+    assert "pattern changes the logits" in failed
+
+
+def test_a_head_cut_by_the_wrong_table_is_seen() -> None:
+    """TorchSpec's pruned exports index the head with the offsets (X20)."""
+    drafter, target = faults.drafter(), faults.target()
+    offsets = drafter.draft_to_target - torch.arange(len(drafter.draft_to_target))
+    found = examined(_with(drafter, lm_head__weight=target.head_weight[offsets]), tokens=300)
+    (check,) = [c for c in found.checks if c.name == "head rows belong to the map"]
+    assert not check.ok
+    assert "d2t taken as ids 1.00" in check.detail
+
+
+def test_an_embedding_of_its_own_is_measured() -> None:
+    drafter = faults.drafter()
+    other = drafter.embed_tokens.weight.clone()
+    other[5] += 0.25
+    found = examined(_with(drafter, embed_tokens__weight=other), tokens=300)
+    (check,) = [c for c in found.checks if c.name == "embedding"]
+    assert check.ok and "up to 0.25" in check.detail
+    runtimes = {r.profile: r for r in found.runtimes}
+    assert [p.row for p in runtimes[Profile.sglang].patches] == ["X11"]
+    assert not runtimes[Profile.sglang].as_trained
+    assert runtimes[Profile.vllm].as_trained
+
+
+def test_the_contract_names_every_field_and_its_source(clean: Diagnosis) -> None:
+    rows = {row.field: row for row in clean.contract}
+    assert rows["boundaries"].value == faults.BOUNDARIES
+    assert rows["rope.theta"].value == 10000.0
+    page = str(clean)
+    assert page.startswith("driftlab doctor: CLEAN")
+    assert all(row.field in page for row in clean.contract)
+    assert max(map(len, page.splitlines())) <= 120
+
+
+# Files
+
+
+def test_fix_writes_a_copy_that_is_clean(ill: Diagnosis, tmp_path: Path) -> None:
+    made = doctor.fix(ill, tmp_path / "fixed")
+    again = load_drafter(tmp_path / "fixed")
+    assert again.config == made.config == faults.drafter().config
+    source = again.provenance["feedback"]
+    assert source.origin is Origin.derived and "driftlab doctor" in source.where
+    assert ill.subject is not None
+    assert ill.subject.config.feedback is Feedback.post_norm  # the original stays as it was
+    assert examined(again).verdict is Verdict.clean
+
+
+def test_fix_refuses_where_there_is_nothing_to_correct(clean: Diagnosis, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no better reading"):
+        doctor.fix(clean, tmp_path / "fixed")
+    assert not (tmp_path / "fixed").exists()
+
+
+def test_fix_never_replaces_the_drafter(tmp_path: Path) -> None:
+    save_drafter(faults.FAULTS["raw residual read as normed"].planted(), tmp_path / "d")
+    files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
+    found = doctor.examine(
+        faults.target(), tmp_path / "d", tokens=faults.TOKENS, prompts=faults.prompts()
+    )
+    assert found.winner is not None
+    with pytest.raises(ConfigError, match="replace"):
+        doctor.fix(found, tmp_path / "d")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
+
+
+def test_an_exported_file_is_served_as_trained(tmp_path: Path) -> None:
+    target = faults.target()
+    drafter = faults.drafter("per_layer+post_norm")
+    save_drafter(drafter, tmp_path / "d", dialect="vllm")
+    found = doctor.examine(target, tmp_path / "d", tokens=300, prompts=faults.prompts())
+    runtimes = {r.profile: r for r in found.runtimes}
+    assert runtimes[Profile.vllm].as_trained
+    # vLLM's list stands at top level, which SGLang ignores (X1).
+    assert not runtimes[Profile.sglang].as_trained
+    ran = runtimes[Profile.vllm].score
+    assert ran is not None and found.score is not None
+    assert ran.acceptance == found.score.acceptance
+
+
+def test_strict_refuses_what_was_assumed() -> None:
+    drafter = faults.drafter()
+    assumed = Sourced(value="silu", origin=Origin.assumed, where="hidden_act is absent")
+    twin = Drafter(drafter.config, drafter.draft_to_target, {"hidden_act": assumed})
+    with pytest.raises(AssumptionError, match="hidden_act"):
+        examined(twin, strict=True)
+
+
+# Bad input
+
+
+def test_prompts_that_cannot_be_used() -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        examined(faults.drafter(), prompts=[])
+    with pytest.raises(DataError, match="no tokenizer"):
+        examined(faults.drafter(), prompts="held-out")
+    with pytest.raises(DataError, match="context"):
+        examined(faults.drafter(), prompts=[[2] * 300, [4] * 300])
+    with pytest.raises(DataError, match="1 text"):
+        examined(faults.drafter(), prompts=[[2, 4]], tokens=10)
+
+
+def test_a_drafter_for_another_target_is_refused() -> None:
+    twin = Drafter(faults.config(target_hidden_size=48), torch.tensor(faults.SYMBOLS))
+    with pytest.raises(ContractError, match="width 32"):
+        examined(twin)
+
+
+def test_an_unknown_profile_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown profile"):
+        examined(faults.drafter(), as_profile="tgi")
+
+
+def test_a_profile_that_cannot_load_says_why() -> None:
+    with pytest.raises(ContractError, match="trtllm cannot load"):
+        examined(faults.drafter(), as_profile="trtllm")
+
+
+def test_a_profile_is_examined_as_the_file(tmp_path: Path) -> None:
+    """SGLang drops the normed residual: as SGLang the file is wrong, and X3 says why."""
+    found = examined(faults.drafter("none+pre_norm+normed"), as_profile="sglang")
+    assert found.verdict is Verdict.wrong
+    assert found.winner is not None and found.winner.patch == {"residual": Residual.normed}
+    (row,) = [row for row in found.contract if row.field == "residual"]
+    assert row.value is Residual.raw and "X3" in row.where
+    with pytest.raises(ConfigError, match="sglang"):
+        doctor.fix(found, tmp_path / "fixed")
+
+
+# Candidates
+
+
+def _names(**changes_: Any) -> set[str]:
+    drafter = faults.drafter()
+    reading = Reading(drafter.config, drafter.draft_to_target).change(**changes_)
+    facts = gather_facts(drafter, faults.target())
+    return {a.name for a in alternatives(reading, {}, facts, Rope(theta=500000.0))}
+
+
+def test_candidates_are_the_ambiguous_fields_only() -> None:
+    assert _names() == {
+        "boundaries +1: (1, 3, 4)",
+        "boundaries middle -1: (0, 1, 3)",
+        "fusion_norm per_layer",
+        "fusion_norm concat",
+        "residual normed",
+        "feedback post_norm",
+        "double_hidden_norm True",
+        "draft_position_offset 1",
+        "rope base 500000 (the target's)",
+        "d2t as absolute ids",
+        "d2t as offsets",
+    }
+    scaled = _names(rope=Rope(theta=1e6, rope_type="linear", parameters={"factor": 2.0}))
+    assert {"rope unscaled", "rope base 10000 (everyone's default)"} <= scaled
+
+
+def test_origin_decides_whether_a_field_is_settled() -> None:
+    drafter = faults.drafter()
+    facts = gather_facts(drafter, faults.target())
+    reading = Reading(drafter.config, drafter.draft_to_target)
+    said = {
+        "feedback": Sourced(value="pre_norm", origin=Origin.read, where="config.json"),
+        "residual": Sourced(value="raw", origin=Origin.assumed, where="absent"),
+        "double_hidden_norm": Sourced(value=False, origin=Origin.read, where="overrides"),
+    }
+    found = {a.field: a for a in alternatives(reading, said, facts, Rope())}
+    assert found["feedback"].settled and "X2" in found["feedback"].why
+    assert not found["residual"].settled and found["residual"].why == "assumed: absent"
+    assert not found["double_hidden_norm"].settled
+    assert not found["draft_position_offset"].settled
+
+
+def test_changes_are_the_patch() -> None:
+    drafter = faults.drafter()
+    old = Reading(drafter.config, drafter.draft_to_target)
+    new = old.change(feedback=Feedback.post_norm, rope=Rope(theta=5.0, max_position=256))
+    assert changes(old, new) == {"feedback": Feedback.post_norm, "rope.theta": 5.0}
+
+
+def test_a_reading_shares_the_weights_and_fills_gains() -> None:
+    drafter = faults.drafter("per_layer+pre_norm")
+    base = Reading(drafter.config, drafter.draft_to_target)
+    twin = build(drafter, base)
+    assert twin.fc.weight.data_ptr() == drafter.fc.weight.data_ptr()
+    joined = build(drafter, base.change(fusion_norm=FusionNorm.concat))
+    gains = torch.cat([norm.weight for norm in drafter.fc_norm])  # type: ignore[misc]
+    assert torch.equal(joined.input_norm.weight, gains)
+    plain = faults.drafter()
+    filled = build(
+        plain,
+        Reading(plain.config, plain.draft_to_target).change(fusion_norm=FusionNorm.per_layer),
+    )
+    assert all(bool((norm.weight == 1).all()) for norm in filled.fc_norm)
+
+
+# Profiles: one file, what each runtime computes, and the row that says so
+
+
+def served(
+    profile: str,
+    raw: dict[str, Any] | None = None,
+    dialect: Dialect = Dialect.vllm,
+    *,
+    n_layers: int = 12,
+    target_type: str = "llama",
+    embedding: torch.Tensor | None = None,
+    **config_changes: Any,
+) -> Served:
+    config = faults.config(**({"boundaries": (2, 6, 9)} | config_changes))
+    own = torch.ones(faults.VOCAB, faults.WIDTH)
+    facts = Facts(dialect, raw, n_layers, target_type, own if embedding is None else embedding, own)
+    if raw is not None:
+        raw.setdefault("max_position_embeddings", 256)
+        raw.setdefault("rope_theta", 10000.0)
+    return serve(profile, Reading(config, torch.tensor(faults.SYMBOLS)), facts)
+
+
+def rows(found: Served) -> dict[str, tuple[str, Any]]:
+    return {p.field: (p.row, p.served) for p in found.patches}
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("profile", "raw", "more", "expected"),
+    [
+        ("vllm", {IDS: [2, 6, 9]}, {}, {}),
+        ("vllm", {"eagle_config": {IDS: [1, 5, 8]}}, {}, {"boundaries": ("X1", (1, 5, 8))}),
+        ("vllm", {}, {"boundaries": (1, 5, 8)}, {"boundaries": ("X1", (2, 6, 9))}),
+        ("sglang", {"eagle_config": {IDS: [1, 5, 8]}}, {}, {}),
+        ("sglang", {IDS: [1, 5, 8]}, {"boundaries": (1, 5, 8)}, {"boundaries": ("X1", (2, 6, 9))}),
+        (
+            "sglang",
+            {"eagle_config": {IDS: [2, 6, 9]}},
+            {"target_type": "gpt_oss"},
+            {},
+        ),
+        ("sglang", {"eagle_config": {IDS: [2, 6, 9]}}, {"target_type": "deepseek_v3"}, {}),
+        ("trtllm", {IDS: [1, 5, 8]}, {"boundaries": (1, 5, 8)}, {"boundaries": ("X1", (2, 6, 9))}),
+        (
+            "llamacpp",
+            {IDS: [1, 5, 8]},
+            {"boundaries": (1, 5, 8)},
+            {"boundaries": ("X1", (2, 6, 9))},
+        ),
+        ("vllm", {"norm_output": True}, {}, {"feedback": ("X2", Feedback.post_norm)}),
+        ("vllm", {}, {"logits_from_raw": True}, {"logits_from_raw": ("X2", False)}),
+        (
+            "vllm",
+            {IDS: [2, 6, 9]},
+            {"dialect": Dialect.speculators},
+            {"residual": ("X3", Residual.normed)},
+        ),
+        (
+            "sglang",
+            {"norm_before_residual": True},
+            {"residual": Residual.normed},
+            {"residual": ("X3", Residual.raw)},
+        ),
+        ("vllm", {}, {"double_hidden_norm": True}, {"double_hidden_norm": ("X4", False)}),
+        ("vllm", {}, {"draft_position_offset": 1}, {"draft_position_offset": ("X7", 0)}),
+        (
+            "trtllm",
+            {"norm_before_fc": True},
+            {"fusion_norm": FusionNorm.concat},
+            {"fusion_norm": ("X8", FusionNorm.none)},
+        ),
+        (
+            "trtllm",
+            {"eagle_config": {"norm_before_fc": True}},
+            {"fusion_norm": FusionNorm.concat},
+            {},
+        ),
+        (
+            "trtllm",
+            {"norm_before_fc": True, "fc_norm": True},
+            {"fusion_norm": FusionNorm.concat_per_layer},
+            {"fusion_norm": ("X10", FusionNorm.per_layer)},
+        ),
+        (
+            "llamacpp",
+            {"fc_norm": True, "norm_output": True},
+            {"fusion_norm": FusionNorm.per_layer, "feedback": Feedback.post_norm},
+            {"fusion_norm": ("X9", FusionNorm.none), "feedback": ("X9", Feedback.pre_norm)},
+        ),
+        (
+            "sglang",
+            {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            {"windows": (8,)},
+            {"windows": ("X16", ())},
+        ),
+        (
+            "vllm",
+            {"sliding_window": 8, "layer_types": ["sliding_attention"]},
+            {"windows": (8,)},
+            {"window_moves": ("X16", True)},
+        ),
+        ("sglang", {}, {"qkv_bias": True}, {"qkv_bias": ("X14", False)}),
+    ],
+)
+def test_profiles(
+    profile: str, raw: dict[str, Any], more: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = served(profile, raw, **more)
+    assert found.refused is None
+    assert rows(found) == expected
+
+
+def test_the_block_that_modelopt_writes_is_computed_by_engines() -> None:
+    block = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+    for profile in ("vllm", "sglang", "trtllm", "llamacpp"):
+        found = served(profile, {"rope_scaling": block}, Dialect.modelopt_hf)
+        (patch,) = found.patches
+        assert isinstance(patch, Patch) and patch.row == "X5"
+        assert found.reading.config.rope.rope_type == "yarn"
+    assert rows(served("vllm", {"rope_theta": 5e5}))["rope"][0] == "X6"
+
+
+@pytest.mark.parametrize(
+    ("profile", "raw", "more", "row"),
+    [
+        ("vllm", {}, {"dialect": Dialect.automodel}, "X18"),
+        ("vllm", {"model_type": "deepseek_v3"}, {}, "X17"),
+        ("vllm", {IDS: [1, 2, 6, 9]}, {"boundaries": (1, 2, 6, 9)}, "X19"),
+        ("vllm", {IDS: [2, 6]}, {}, "X19"),
+        ("sglang", {"eagle_config": {IDS: [1, 5, 11]}}, {}, "X1"),
+        ("trtllm", {}, {"n_layers": 5, "boundaries": (2,)}, "X1"),
+    ],
+)
+def test_profiles_that_cannot_load(
+    profile: str, raw: dict[str, Any], more: dict[str, Any], row: str
+) -> None:
+    refused = served(profile, raw, **more).refused
+    assert refused is not None and refused.startswith(row)
+
+
+def test_vllm_notes_what_its_other_runner_does() -> None:
+    found = served("vllm", {"eagle_config": {IDS: [1, 5, 8]}}, boundaries=(1, 5, 8))
+    assert "V2" in found.notes[0] and "(2, 6, 9)" in found.notes[0]
+
+
+def test_only_equal_widths_replace_the_embedding() -> None:
+    narrow = torch.zeros(faults.VOCAB, faults.WIDTH // 2)
+    other = torch.zeros(faults.VOCAB, faults.WIDTH)
+    assert rows(served("sglang", {}, embedding=narrow)) == {}
+    found = served("trtllm", {}, embedding=other)
+    assert rows(found)["embed_tokens"][0] == "X11"
+    assert torch.equal(found.reading.tensors[EMBED], other)
+    assert rows(served("vllm", {}, embedding=other)) == {}
+
+
+def test_trained_changes_nothing() -> None:
+    found = served("trained", {"norm_output": True, IDS: [1, 2, 3]}, double_hidden_norm=True)
+    assert found.patches == () and found.refused is None
+
+
+def test_facts_are_read_from_the_config(tmp_path: Path) -> None:
+    save_drafter(faults.drafter(), tmp_path / "d", dialect="vllm")
+    drafter = load_drafter(tmp_path / "d", target=faults.target())
+    facts = gather_facts(drafter, faults.target(), source=tmp_path / "d")
+    assert facts.raw == json.loads((tmp_path / "d" / "config.json").read_text())
+    save_drafter(drafter, tmp_path / "native")
+    assert gather_facts(drafter, faults.target(), source=tmp_path / "native").raw is None
