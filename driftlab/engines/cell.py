@@ -65,12 +65,12 @@ class CellJob:
 
 def finished(job: CellJob, prompts: Iterable[str]) -> bool:
     """Whether nothing is left to do: the row says so, drafter and all shards are there."""
-    row = _row(job)
+    row, run = _row(job), RunDirectory.open(job.run)
     return (
         row is not None
         and row["status"] == DONE
         and (job.drafter / "config.json").exists()
-        and all(RunDirectory.open(job.run).has(job.cell, prompt) for prompt in prompts)
+        and all(run.has(job.cell, prompt) for prompt in prompts)
     )
 
 
