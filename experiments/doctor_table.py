@@ -1,0 +1,121 @@
+"""The table of docs/doctor.md: clean pairs and planted faults, with margins.
+
+    python experiments/doctor_table.py                       the micro pairs of tests/faults.py
+    python experiments/doctor_table.py TARGET DRAFTER...     any trained pair, faults planted in it
+
+Each row is one run of ``driftlab.doctor.examine``; rows are printed as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from driftlab import doctor
+from driftlab.config import Feedback, FusionNorm, Residual
+from driftlab.doctor.candidates import changes
+from driftlab.models.checkpoints import load_drafter
+from driftlab.models.checkpoints.profiles import Reading, build
+from driftlab.models.drafter import Drafter
+from driftlab.models.target import Target
+
+HEADER = """| pair | planted | verdict | what the doctor names | nats saved | drafts gained |
+|---|---|---|---|---|---|"""
+YARN = {"factor": 32.0, "original_max_position_embeddings": 2048}
+
+
+def row(pair: str, planted: str, found: doctor.Diagnosis, cure: dict[str, Any] | None) -> str:
+    """One line. ``cure`` is the patch that undoes the fault, None for a clean pair."""
+    winner = found.winner
+    if winner is None:
+        best = max(found.candidates, key=lambda c: c.margin.value)
+        named, margin, gained = f"nothing (best: {best.name})", best.margin.short, ""
+    else:
+        named = ", ".join(f"{k} = {v}" for k, v in winner.patch.items())
+        margin, gained = winner.margin.short, winner.accepted.short
+    right = winner is None if cure is None else winner is not None and winner.patch == cure
+    mark = "" if right else " **missed**"
+    return f"| {pair} | {planted} | {found.verdict}{mark} | {named} | {margin} | {gained} |"
+
+
+def micro() -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import faults
+
+    def examine(drafter: Drafter, variant: str) -> doctor.Diagnosis:
+        target, prompts = faults.target(variant), faults.prompts(variant)
+        return doctor.examine(target, drafter, tokens=faults.TOKENS, prompts=prompts)
+
+    for variant in faults.CLEAN:
+        found = examine(faults.drafter(variant), variant)
+        print(row(variant, "nothing", found, None), flush=True)
+    for name, fault in faults.FAULTS.items():
+        found = examine(fault.planted(), fault.variant)
+        print(row(fault.variant, name, found, fault.cure), flush=True)
+
+
+def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:
+    """Misreadings of a trained drafter."""
+    config, ids = drafter.config, drafter.draft_to_target
+    base = Reading(config, ids)
+    own = config.boundaries
+    if own and own[-1] < n_layers:
+        yield "boundaries one too high", base.change(boundaries=tuple(b + 1 for b in own))
+    if own and own[0] > 0:
+        yield "boundaries one too low", base.change(boundaries=tuple(b - 1 for b in own))
+    if len(own) == 3 and own[1] + 1 < own[2]:
+        yield "middle boundary one too high", base.change(boundaries=(own[0], own[1] + 1, own[2]))
+    other: dict[str, Any] = {
+        "feedback": next(f for f in Feedback if f is not config.feedback),
+        "residual": next(r for r in Residual if r is not config.residual),
+        "double_hidden_norm": not config.double_hidden_norm,
+        "draft_position_offset": 1 - config.draft_position_offset,
+    }
+    for field, value in other.items():
+        yield f"{field} read as {value}", base.change(**{field: value})
+    for kind in (FusionNorm.none, FusionNorm.per_layer, FusionNorm.concat):
+        if kind is not config.fusion_norm:
+            yield f"fusion_norm read as {kind}", base.change(fusion_norm=kind)
+    rope = config.rope
+    for theta in (10000.0, 1e6):
+        if theta != rope.theta:
+            turned = rope.model_copy(update={"theta": theta})
+            yield f"rope base {theta:g} for {rope.theta:g}", base.change(rope=turned)
+    scaled = rope.model_copy(update={"rope_type": "yarn", "parameters": YARN})
+    yield "rope block yarn x32", base.change(rope=scaled)
+    count = torch.arange(len(ids))
+    for name, table in (("offsets of d2t as ids", ids - count), ("ids as offsets", ids + count)):
+        valid = int(table.min()) >= 0 and int(table.max()) < config.vocab_size
+        if valid and len(table.unique()) == len(table):
+            yield name, Reading(config, table)
+
+
+def real(source: str, folders: list[str], tokens: int) -> None:
+    target = Target.load(source)
+    for folder in folders:
+        drafter = load_drafter(folder, target=target)
+        pair = drafter.config.variant
+        base = Reading(drafter.config, drafter.draft_to_target)
+        found = doctor.examine(target, drafter, tokens=tokens)
+        print(row(pair, "nothing", found, None), flush=True)
+        for name, reading in plants(drafter, target.n_layers):
+            found = doctor.examine(target, build(drafter, reading), tokens=tokens)
+            print(row(pair, name, found, changes(reading, base)), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", nargs="?", help="folder, .gguf file or hub id")
+    parser.add_argument("drafters", nargs="*", help="folders of drafters for it")
+    parser.add_argument("--tokens", type=int, default=2000)
+    asked = parser.parse_args()
+    print(HEADER, flush=True)
+    if asked.target is None:
+        micro()
+    else:
+        real(asked.target, asked.drafters, asked.tokens)
