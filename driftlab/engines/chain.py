@@ -82,7 +82,9 @@ def speculate(
     target.check_tokens(prompt, what="the prompt", extra=max_new_tokens)
     rng = torch.Generator().manual_seed(seed)
     session = target.session(prompt, drafter.config.boundaries)
-    tokens, aux = list(prompt), session.aux
+    # A drafter that fuses nothing reads the state after the target's final norm.
+    fuses = bool(drafter.config.boundaries)
+    tokens, aux = list(prompt), session.aux if fuses else session.last
     rounds: list[Round] = []
     tokens.append(_choose(session.logits[0, -1], temperature, rng))
     memory = drafter.new_memory()
@@ -98,7 +100,7 @@ def speculate(
                 raise ContractError("verification needs the target's logits")
             accepted, bonus = verify(block.logits[0], drafted, q, temperature, rng)
             session.rewind(len(tokens) + accepted)
-            aux = block.aux[:, : accepted + 1]
+            aux = (block.aux if fuses else block.last)[:, : accepted + 1]
             rounds.append(Round(anchor, tuple(drafted), accepted, bonus))
             new = [*drafted[:accepted], bonus]
             ended = not target.eos_ids.isdisjoint(new)
