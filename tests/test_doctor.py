@@ -49,7 +49,8 @@ QUICK = {
 
 
 def examined(drafter: Drafter, variant: str = faults.PLAIN, **settings: Any) -> Diagnosis:
-    settings = {"tokens": faults.TOKENS, "prompts": faults.prompts(variant)} | settings
+    defaults: dict[str, Any] = {"tokens": faults.TOKENS, "prompts": faults.prompts(variant)}
+    settings = defaults | settings
     return doctor.examine(faults.target(variant), drafter, **settings)
 
 
@@ -405,7 +406,8 @@ def test_a_reading_shares_the_weights_and_fills_gains() -> None:
         plain,
         Reading(plain.config, plain.draft_to_target).change(fusion_norm=FusionNorm.per_layer),
     )
-    assert all(bool((norm.weight == 1).all()) for norm in filled.fc_norm)
+    ones: list[Any] = [norm.weight for norm in filled.fc_norm]
+    assert all(torch.equal(g, torch.ones_like(g)) for g in ones)
 
 
 # Profiles: one file, what each runtime computes, and the row that says so

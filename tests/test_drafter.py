@@ -46,7 +46,7 @@ def test_a_deeper_layer_is_a_llama_layer(bias: bool) -> None:
     """At depth 1 a second layer does what HuggingFace's decoder layer does."""
     made: Any = pairs.drafter(num_layers=2, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
     layer = LlamaDecoderLayer(
-        LlamaConfig(
+        LlamaConfig(  # type: ignore[call-arg]
             hidden_size=32,
             intermediate_size=80,
             num_attention_heads=4,

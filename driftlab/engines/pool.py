@@ -57,8 +57,8 @@ def run_jobs(
             crew.append((process, pipe))
             _give(pipe, process, busy, waiting)
         while busy:
-            for pipe in connection.wait(list(busy)):
-                assert isinstance(pipe, Connection)
+            for ready in connection.wait(list(busy)):
+                pipe = next(p for p in busy if p is ready)
                 process, name = busy[pipe]
                 try:
                     said = pipe.recv()
