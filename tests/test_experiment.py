@@ -1,0 +1,391 @@
+"""Runs that are killed, resumed or starved end with the same tables, or say why not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+
+from driftlab import experiment
+from driftlab.config import Origin
+from driftlab.data.features import Features
+from driftlab.engines import cell
+from driftlab.errors import (
+    AssumptionError,
+    ConfigError,
+    ContractError,
+    DataError,
+    NumericsError,
+    ResourceError,
+    RunError,
+)
+from driftlab.experiment import run_experiment, variants
+from driftlab.results.records import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with small.shrunk() as patch:
+        yield patch
+
+
+@pytest.fixture
+def out(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A run directory beside the shared cache."""
+    path = small.home() / f"run-{abs(hash(request.node.nodeid))}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def run(out: Path, *settings: str, **options: Any) -> RunDirectory:
+    return run_experiment(small.spec(*settings), out, quiet=True, **options)
+
+
+def done() -> Path:
+    return small.home() / "done"
+
+
+def fresh(out: Path) -> Path:
+    return Path(shutil.copytree(done(), out))
+
+
+def forbidden(*_: object, **__: object) -> Any:
+    raise AssertionError("this was done already")
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_only_read_again(out: Path, patch: pytest.MonkeyPatch) -> None:
+    fresh(out)
+    for name in ("run_jobs", "pretrain"):
+        patch.setattr(experiment, name, forbidden)
+    found = run(out)
+    assert small.contents(out) == small.contents(done())
+    assert len(found.manifest["resumed"]) == 1
+    assert small.status(out) == dict.fromkeys(small.CELLS, "done")
+
+
+@pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])
+def test_what_is_lost_is_measured_again_without_training(
+    out: Path, patch: pytest.MonkeyPatch, lost: str
+) -> None:
+    fresh(out)
+    piece = sorted((out / "shards").rglob("*.shard"))[0]
+    if lost == "shard":
+        piece.unlink()
+    elif lost == "cut":
+        piece.write_bytes(piece.read_bytes()[:-3])
+    elif lost == "table":
+        (out / "steps.parquet").unlink()
+    if lost != "row":
+        patch.setattr(cell, "train", forbidden)
+    else:
+        next((out / "rows" / "cells").iterdir()).unlink()
+    run(out)
+    assert small.contents(out) == small.contents(done())
+    assert small.leftovers(out) == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def test_a_lost_drafter_is_trained_to_the_same_bytes(out: Path, damage: str) -> None:
+    before = small.drafters(fresh(out))
+    folder = out / "drafters" / small.CELLS[0]
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        weights = folder / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-40] ^= 1
+        weights.write_bytes(data)
+        next((out / "shards").glob("none_pre_norm*/*")).unlink()  # else nobody needs the drafter
+    run(out)
+    assert small.drafters(out) == before
+    assert small.contents(out) == small.contents(done())
+
+
+def killed(out: Path, moment: Callable[[], bool]) -> None:
+    """Run until ``moment``, then SIGKILL."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run(out)
+        finally:
+            os._exit(0)
+    while not moment():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before the moment came"
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_run_that_is_killed_twice_ends_with_equal_tables(out: Path) -> None:
+    trainings = out / "training"
+    killed(out, lambda: trainings.exists() and any(trainings.glob("*.pt")))
+    assert not (out / "steps.parquet").exists()
+    first = out / "shards"
+    killed(out, lambda: first.exists() and len(list(first.rglob("*.shard"))) >= 2)
+    # What a kill inside a write leaves behind.
+    staged = out / "drafters" / "none+pre_norm" / ".s0.abc"
+    staged.mkdir(parents=True)
+    (out / "shards" / ".x.shard.1.1.tmp").write_bytes(b"half")
+    run(out)
+    assert small.contents(out) == small.contents(done())
+    assert small.drafters(out) == small.drafters(done())
+    assert small.leftovers(out) == []
+
+
+def test_batches_do_not_depend_on_what_is_there(patch: pytest.MonkeyPatch, out: Path) -> None:
+    """Texts of one batch are padded to the longest: its last bits depend on its members."""
+    fresh(out)
+    seen: list[int] = []
+    plain = cell._probe_rows
+
+    def count(*args: Any) -> Any:
+        seen.append(len(args[3]))
+        return plain(*args)
+
+    patch.setattr(cell, "_probe_rows", count)
+    next((out / "shards").rglob("*.shard")).unlink()
+    run(out)
+    assert seen == [6], "three prompts, two texts each"
+
+
+# --- what a run is --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting", ["workers=3", "measure.bootstrap=60", "question=why", "train.checkpoint_every=3"]
+)
+def test_settings_that_move_no_row_may_change(out: Path, setting: str) -> None:
+    fresh(out)
+    found = run(out, setting)
+    assert small.contents(out) == small.contents(done())
+    assert found.manifest["config"] == small.spec(setting).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("setting", ["train.lr=1e-3", "threads=2", "text.seed=1", "seeds=[1]"])
+def test_other_settings_are_another_run(setting: str) -> None:
+    before = small.contents(done())
+    with pytest.raises(RunError, match="already holds another run"):
+        run(done(), setting)
+    assert small.contents(done()) == before
+
+
+def test_other_models_or_texts_are_another_run(out: Path) -> None:
+    fresh(out)
+    path = out / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["inputs"]["target"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=r"other models or texts .*changed since: target"):
+        run(out)
+    assert small.contents(out) == small.contents(done())
+
+
+def test_cells_are_named_apart() -> None:
+    grown = small.spec(
+        'axes.fusion_norm=["none", "per_layer", "concat"]',
+        'axes.residual=["raw", "normed"]',
+        "axes.attention_gate=[false, true]",
+        "axes.ttt=[2, 3]",
+        "seeds=[0, 1]",
+    )
+    names = [experiment.cell_name(grown, v, s) for v in variants(grown) for s in grown.seeds]
+    assert len(names) == len(set(names)) == 3 * 2 * 2 * 2 * 2 * 2
+    assert len({n.replace("/", "_") for n in names}) == len(names), "training checkpoints"
+    assert all(".." not in n and not n.startswith("/") for n in names)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_fails_leaves_the_others(out: Path, patch: pytest.MonkeyPatch) -> None:
+    plain = cell.train
+
+    def diverge(drafter: Any, *args: Any, **options: Any) -> Any:
+        if drafter.config.feedback == "post_norm":
+            raise NumericsError("the training loss is not finite", got="inf")
+        return plain(drafter, *args, **options)
+
+    patch.setattr(cell, "train", diverge)
+    said = r"1 of 2 cells failed: the training loss .*\[none\+post_norm/s0\]"
+    with pytest.raises(RunError, match=said):
+        run(out)
+    assert small.status(out) == {
+        "none+pre_norm/s0": "done",
+        "none+post_norm/s0": "failed: the training loss is not finite (got inf)",
+    }
+    assert set(RunDirectory.open(out).steps["cell"]) == {"none+pre_norm/s0"}
+    patch.setattr(cell, "train", plain)
+    run(out)
+    assert small.contents(out) == small.contents(done())
+
+
+def test_a_state_that_is_not_finite_is_named(out: Path, patch: pytest.MonkeyPatch) -> None:
+    plain = Features.item
+
+    def spoiled(self: Features, index: int) -> Any:
+        item = plain(self, index)
+        if self.texts[index].kind == "greedy" and index == 1:
+            item["aux"] = item["aux"].clone()
+            item["aux"][3] = float("inf")
+        return item
+
+    patch.setattr(Features, "item", spoiled)
+    with pytest.raises(RunError, match=r"2 of 2 cells failed: .* not finite at depth"):
+        run(out)
+    assert all(s.startswith("failed: ") for s in small.status(out).values())
+    patch.setattr(Features, "item", plain)
+    patch.setattr(cell, "train", forbidden)
+    run(out)
+    assert small.contents(out) == small.contents(done())
+
+
+@pytest.mark.parametrize("what", ["shard", "drafter", "training"])
+def test_a_full_disk_loses_nothing(out: Path, patch: pytest.MonkeyPatch, what: str) -> None:
+    """The disk is full when the second file of a kind is to be written."""
+    plain, count = os.replace, 0
+
+    def full(source: Any, target: Any) -> None:
+        nonlocal count
+        name = str(target)
+        kinds = {"shard": ".shard", "drafter": "/s0", "training": ".pt"}
+        count += name.endswith(kinds[what])
+        if count > 1:
+            raise OSError(errno.ENOSPC, "No space left on device", name)
+        plain(source, target)
+
+    patch.setattr(os, "replace", full)
+    with pytest.raises(ResourceError, match="no space left"):
+        run(out)
+    patch.setattr(os, "replace", plain)
+    run(out)
+    assert small.contents(out) == small.contents(done())
+    assert small.leftovers(out) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        (("target.boundaries=[0, 9]",), ContractError, "boundary 9 is outside 0..2"),
+        (("text.max_new_tokens=5000",), ConfigError, "leave no room for a prompt"),
+        (("measure.depth=40",), DataError, "no measured text has 40 tokens"),
+        (("text.measure_prompts=held-out",), ConfigError, "no tokenizer"),
+        (("drafter.draft_vocab_size=9000",), DataError, "draft vocabulary"),
+        (("drafter.num_heads=3",), ConfigError, "not a multiple of num_kv_heads"),
+        (("target.source=nowhere",), Exception, "neither a folder"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_its_folder_free(
+    out: Path, settings: tuple[str, ...], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        run(out, *settings)
+    assert not out.exists()
+
+
+def test_a_run_that_was_begun_is_kept(out: Path, patch: pytest.MonkeyPatch) -> None:
+    fresh(out)
+    patch.setattr(experiment, "open_target", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(out)
+    assert small.contents(out) == small.contents(done())
+
+
+def test_strict_refuses_what_was_assumed(out: Path, patch: pytest.MonkeyPatch) -> None:
+    run(fresh(out), strict=True)  # the embedded suite assumes nothing
+    shutil.rmtree(out)
+    plain = experiment.open_target
+
+    def assuming(*args: Any, **options: Any) -> Any:
+        target = plain(*args, **options)
+        eos = target.provenance["eos_ids"].model_copy(update={"origin": Origin.assumed})
+        target.provenance["eos_ids"] = eos
+        return target
+
+    patch.setattr(experiment, "open_target", assuming)
+    with pytest.raises(AssumptionError, match="eos_ids"):
+        run(out, strict=True)
+    assert not out.exists()
+    assert set(run(out).manifest["assumed"]) == {"target.eos_ids"}
+
+
+def test_a_second_owner_is_refused(out: Path) -> None:
+    fresh(out)
+    config = RunDirectory.open(out).manifest
+    with RunDirectory.create(out, config), pytest.raises(RunError, match="in use by another"):
+        run(out)
+
+
+def test_a_damaged_embedded_target_is_made_again(tmp_path: Path) -> None:
+    first = experiment._micro_target(tmp_path, "")
+    (path,) = (tmp_path / "targets").iterdir()
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], whole[:-9] + b"123456789", b""):
+        path.write_bytes(damaged)
+        assert experiment._micro_target(tmp_path, "").fingerprint == first.fingerprint
+        assert path.read_bytes() == whole
+
+
+def test_code_of_another_checkout_is_not_taken_for_ours(patch: pytest.MonkeyPatch) -> None:
+    state = experiment._git_state()
+    assert state is None or len(state["commit"]) == 40
+    patch.setattr(experiment, "__file__", str(done() / "driftlab" / "experiment.py"))
+    assert experiment._git_state() is None
+
+
+# --- real processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sigkill_of_the_group_at_20_random_moments(out: Path) -> None:
+    rng = random.Random(0)
+    started = time.monotonic()
+    subprocess.run(small.command(out, "workers=2"), check=True, capture_output=True)
+    whole = time.monotonic() - started
+    for _ in range(20):
+        shutil.rmtree(out, ignore_errors=rng.random() < 0.3)
+        process = subprocess.Popen(
+            small.command(out, "workers=2"),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(rng.uniform(0, whole))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        subprocess.run(small.command(out, "workers=2"), check=True, capture_output=True)
+        assert small.contents(out) == small.contents(done())
+        assert small.drafters(out) == small.drafters(done())
+        assert small.leftovers(out) == []
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        out = disk / "run"
+        cut = subprocess.run(small.command(out), capture_output=True, text=True)
+        assert cut.returncode == 2
+        assert "no space left" in cut.stderr and "Traceback" not in cut.stderr
+        subprocess.run(["mount", "-o", "remount,size=90m", str(disk)], check=True)
+        subprocess.run(small.command(out), check=True, capture_output=True)
+        assert small.contents(out) == small.contents(done())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
