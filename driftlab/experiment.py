@@ -57,7 +57,7 @@ from driftlab.results.shards import atomic_file
 MICRO = "micro"
 RENDERING = Rendering("default")
 # The embedded target: about ten CPU-seconds.
-MICRO_STORIES, MICRO_STEPS, MICRO_BATCH, MICRO_LENGTH, MICRO_LR = 1500, 240, 8, 104, 1e-2
+MICRO_STORIES, MICRO_STEPS, MICRO_BATCH, MICRO_LENGTH, MICRO_LR = 1500, 200, 8, 104, 1e-2
 MICRO_TRAIN_PROMPTS, MICRO_PROMPT_TOKENS = 400, 14
 
 
