@@ -536,6 +536,8 @@ def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
             ax.set_ylabel("attention mass")
         if i + columns < len(variants):
             ax.set_xlabel("")
+    # Each panel has set its own limits, and shared axes would keep those of the first.
+    grid.flat[0].set_ylim(0, 1.05 * frame["high"].max())
     _legend_below(figure, grid.flat[0], legend_columns)
 
 
