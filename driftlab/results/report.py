@@ -270,7 +270,7 @@ def _cells(tables: Tables) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value is None or value != value or type(value).__name__ == "NAType":
+    if value is None or type(value).__name__ == "NAType" or value != value:  # NA compares to NA
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
