@@ -57,6 +57,9 @@ def micro() -> None:
     for name, fault in faults.FAULTS.items():
         found = examine(fault.planted(), fault.variant)
         print(row(fault.variant, name, found, fault.cure), flush=True)
+    for name, fault in faults.FAINT.items():
+        found = examine(fault.planted(), fault.variant)
+        print(row(fault.variant, f"{name} (too faint)", found, None), flush=True)
 
 
 def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:

@@ -131,7 +131,9 @@ def _fit(states: Tensor, wanted: Tensor) -> Tensor:
 def mixer_target() -> Target:
     model = tiny_llama(vocab_size=VOCAB, hidden_size=WIDTH, layers=LAYERS, max_position=256)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(WIDTH**0.5)  # as large as what the layers add
+        # As large as what the layers add, and of many lengths, so that a norm is no mere scale.
+        lengths = torch.logspace(-0.5, 0.5, VOCAB)[:, None]
+        model.model.embed_tokens.weight.mul_(WIDTH**0.5 * lengths)
         texts = stories(300, seed=1)
         states = model.model(texts, use_cache=False).last_hidden_state[:, 2:-1].reshape(-1, WIDTH)
     head = _fit(states, torch.nn.functional.one_hot(texts[:, 3:].reshape(-1), VOCAB).float())
@@ -275,7 +277,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "offsets of d2t taken as ids": Fault(PLAIN, _map(-1), RIGHT_MAP),
     "ids of d2t taken as offsets": Fault(PLAIN, _map(1), RIGHT_MAP),
-    "rope base 500000 for 10000": _fault(PLAIN, {"rope.theta": 10000.0}, rope=Rope(theta=500000.0)),
     "rope base 100 for 10000": _fault(
         PLAIN, {"rope.theta": 10000.0}, rope=Rope(theta=100.0, max_position=256)
     ),
@@ -304,5 +305,12 @@ FAULTS: dict[str, Fault] = {
         {"fusion_norm": FusionNorm.per_layer, "feedback": Feedback.post_norm},
         fusion_norm=FusionNorm.none,
         feedback=Feedback.pre_norm,
+    ),
+}
+
+# Too faint for texts of 32 tokens: a doubt, not a finding, and never clean.
+FAINT = {
+    "rope base 10500 for 10000": _fault(
+        PLAIN, {"rope.theta": 10000.0}, rope=Rope(theta=10500.0, max_position=256)
     ),
 }

@@ -174,10 +174,9 @@ def test_any_tree_gives_an_experiment_or_a_config_error(tree: dict[str, Any], be
     data = {**small(), **tree} if begun else tree
     try:
         spec = build_experiment(data, where="x.toml")
-    except ConfigError as error:
-        assert error.cause
-    else:
-        assert json.loads(spec.model_dump_json())["name"] == data["name"]
+    except ConfigError:
+        return
+    assert json.loads(spec.model_dump_json())["name"] == data["name"]
 
 
 @settings(max_examples=60)
@@ -185,10 +184,9 @@ def test_any_tree_gives_an_experiment_or_a_config_error(tree: dict[str, Any], be
 def test_any_override_gives_an_experiment_or_a_config_error(key: str, value: str) -> None:
     try:
         spec = build_experiment(small(), (f"{key}={value}",), where="x.toml")
-    except ConfigError as error:
-        assert error.cause
-    else:
-        assert isinstance(spec, Experiment)
+    except ConfigError:
+        return
+    assert spec.name == "x" or key.strip() == "name"
 
 
 @settings(max_examples=50)

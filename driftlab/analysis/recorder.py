@@ -232,17 +232,18 @@ _MAY_BE_NAN = ("logprob",)
 
 
 def _check_finite(columns: Columns, depths: np.ndarray, anchors: np.ndarray) -> None:
-    for name, values in columns.items():
-        if name in _MAY_BE_NAN or values.dtype.kind != "f":
-            continue
-        bad = np.argwhere(~np.isfinite(values))
-        if len(bad):
-            depth, row = bad[0]
-            raise NumericsError(
-                f"{name} is not finite at depth {depths[depth]}, anchor {anchors[row]}",
-                got=float(values[depth, row]),
-                remedy="The cell is stopped; check the checkpoint and its dtype.",
-            )
+    """Raise for the shallowest value that is not finite: deeper ones follow from it."""
+    floats = {n: v for n, v in columns.items() if v.dtype.kind == "f" and n not in _MAY_BE_NAN}
+    bad = {name: np.argwhere(~np.isfinite(values)) for name, values in floats.items()}
+    first = {name: tuple(where[0]) for name, where in bad.items() if len(where)}
+    if first:
+        name = min(first, key=lambda n: first[n][0])  # of one depth: in the order of computing
+        depth, row = first[name]
+        raise NumericsError(
+            f"{name} is not finite at depth {depths[depth]}, anchor {anchors[row]}",
+            got=float(floats[name][depth, row]),
+            remedy="The cell is stopped; check the checkpoint and its dtype.",
+        )
 
 
 def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor) -> Tensor:

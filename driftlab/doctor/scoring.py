@@ -50,6 +50,13 @@ def own_texts(target: Target, prompts: Prompts, *, tokens: int, seed: int) -> li
     """
     ids = _prompt_ids(target, prompts)
     room = target.max_position - max(map(len, ids))
+    if room < DEPTH + 2:
+        raise DataError(
+            f"the longest prompt leaves no room for text in the target's context of "
+            f"{target.max_position} tokens",
+            got=f"{max(map(len, ids))} tokens",
+            remedy="Give shorter prompts.",
+        )
     new = min(max(DEPTH + 2, math.ceil(tokens / len(ids))), room)
     texts: list[Text] = []
     written = 0

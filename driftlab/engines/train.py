@@ -166,7 +166,6 @@ def train(
     optimiser = torch.optim.AdamW(
         weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda s: _cosine(s, spec))
     identity = _identity(drafter, corpus, spec, seed)
     losses: list[float] = []
     tokens = skipped = 0
@@ -175,7 +174,6 @@ def train(
         saved = _load(checkpoint, identity)
         drafter.load_state_dict(saved["drafter"])
         optimiser.load_state_dict(saved["optimiser"])
-        schedule.load_state_dict(saved["schedule"])
         losses, tokens, skipped = list(saved["losses"]), saved["tokens"], saved["skipped"]
         earlier = saved["seconds"]
     drafter.train()
@@ -190,16 +188,17 @@ def train(
             if not torch.isfinite(loss):
                 raise NumericsError(
                     f"the training loss is not finite at step {len(losses)}",
-                    got=float(loss),
+                    got=float(loss.detach()),
                     remedy="Lower train.lr, or look for non-finite captured states.",
                 )
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(weights, spec.clip)
+            for group in optimiser.param_groups:
+                group["lr"] = spec.lr * _cosine(len(losses), spec)
             optimiser.step()
         else:
             skipped += 1
-        schedule.step()
         losses.append(float(loss.detach()))
         tokens += int(batch.lengths.sum())
         on_step(1)
@@ -211,7 +210,6 @@ def train(
                     "identity": identity,
                     "drafter": drafter.state_dict(),
                     "optimiser": optimiser.state_dict(),
-                    "schedule": schedule.state_dict(),
                     "losses": losses,
                     "tokens": tokens,
                     "skipped": skipped,

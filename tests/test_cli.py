@@ -1,0 +1,450 @@
+"""The command line: every verb once, and every fault as two lines and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import small
+
+from driftlab import cli, experiment
+from driftlab.data.grammar import VOCABULARY, WordTokenizer, stories
+from driftlab.engines.pool import run_jobs
+from driftlab.errors import DriftlabError
+from driftlab.models.checkpoints import load_drafter, save_drafter
+from driftlab.models.hooks import SITES
+from driftlab.models.tiny import tiny_llama
+from driftlab.results import figures, papers
+from driftlab.results.records import RunDirectory
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Work in the shared folder, with cells in this process and one figure for all of them."""
+
+    def one(run: Any, out: str | Path) -> dict[str, dict[str, Path]]:
+        tables = figures.load(run)
+        return {"forced_accuracy": figures.save_figure(tables, "forced_accuracy", out)}
+
+    monkeypatch.chdir(small.home())
+    monkeypatch.setattr(figures, "save_figures", one)
+    monkeypatch.setattr(papers, "save_figures", one)
+    with small.shrunk() as patch:
+        yield patch
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Exit code, stdout and stderr of a command."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(w) for w in words])
+        said = capfd.readouterr()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def refused(call: Call) -> Callable[..., str]:
+    """The two lines of a command that must end with exit code 2; gives the first."""
+
+    def run(*words: object) -> str:
+        code, _, err = call(*words)
+        lines = err.splitlines()
+        assert code == 2
+        assert len(lines) == 2, err
+        assert lines[0].startswith("driftlab: ") and lines[1].startswith(" " * 10)
+        assert "Traceback" not in err and "driftlab failed in" not in err
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def out(request: pytest.FixtureRequest) -> Iterator[Path]:
+    path = small.home() / f"cli-{abs(hash(request.node.nodeid))}"
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+DRAFTER = Path("done") / "drafters" / small.CELLS[1]
+
+
+# --- starting -------------------------------------------------------------------------------------
+
+
+def fresh(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_light() -> None:
+    code = "import time; t = time.process_time(); import driftlab, sys; "
+    code += "print(time.process_time() - t, len({'torch', 'numpy', 'pandas'} & sys.modules.keys()))"
+    seconds, heavy = fresh(code).split()
+    assert float(seconds) < 0.3
+    assert heavy == "0"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["ablate", "--help"], ["ablate", "no.toml"]])
+def test_help_and_early_faults_load_no_model_library(words: list[str]) -> None:
+    code = f"""
+import sys, atexit
+atexit.register(lambda: print('loaded', *({{'torch', 'transformers'}} & sys.modules.keys())))
+from driftlab.cli import main
+try:
+    main({words})
+except SystemExit as stop:
+    print('code', stop.code)
+"""
+    lines = fresh(code).splitlines()
+    assert lines[-1].split() == ["loaded"]
+    assert lines[-2] == ("code 2" if "no.toml" in words else "code 0")
+
+
+def test_help_names_every_verb(call: Call) -> None:
+    code, said, _ = call("--help")
+    verbs = ["ablate", "train", "probe", "doctor", "export", "sites", "figures", "report"]
+    assert code == 0
+    assert [v for v in verbs if f"\n  {v} " not in said] == []
+    assert call()[0] == 2, "no verb"
+
+
+# --- verbs ----------------------------------------------------------------------------------------
+
+
+def test_ablate_prints_the_answers_and_where_they_are(call: Call, out: Path) -> None:
+    words = ["ablate", "--suite", "micro", "--out", out, *small.arguments()]
+    code, said, err = call(*words)
+    assert (code, err) == (0, ""), "off a terminal nothing but the answers is printed"
+    assert "forced accuracy @4" in said
+    sentences = [line for line in said.splitlines() if line.startswith("- ")]
+    assert sentences and "[" in sentences[0], "an interval in every answer"
+    named = ["report.html", "figures/forced_accuracy.png", "steps.parquet", "manifest.json"]
+    assert [name for name in named if not (out / name).is_file()] == []
+    assert f"report:  {out}/report.html" in said
+    assert small.contents(out) == small.contents(Path("done"))
+    command = RunDirectory.open(out).manifest["command"]
+    assert command.startswith("driftlab ablate --suite micro --out ")
+    assert """--set 'axes.fusion_norm=["none"]'""" in command, "quoted as a shell needs it"
+
+
+def test_train_says_where_the_drafter_is(call: Call, out: Path) -> None:
+    sizes = [s for s in small.SETTINGS if not s.startswith(("axes", "seeds", "workers"))]
+    words = [w for s in sizes for w in ("--set", s)]
+    variant = ["--fusion-norm", "per_layer", "--feedback", "post_norm", "--seed", 5]
+    code, said, _ = call(
+        "train", "--target", "micro", "--data", "micro", *variant, *words, "--out", out
+    )
+    assert code == 0
+    folder = out / "drafters" / "per_layer+post_norm" / "s5"
+    assert f"drafter: {folder}" in said.splitlines()
+    assert load_drafter(folder).config.variant == "per_layer+post_norm"
+
+
+def probe(out: Path, *more: object) -> list[object]:
+    words = ["probe", "--target", "micro", "--drafter", DRAFTER, "--prompts", "micro"]
+    return [*words, "--limit", 2, "--tokens", 12, "--out", out, *more]
+
+
+def test_probe_measures_a_drafter_of_a_run(call: Call, out: Path, refused: Any) -> None:
+    code, said, _ = call(*probe(out, "--depth", 3))
+    assert code == 0
+    assert "acceptance length" in said
+    steps = RunDirectory.open(out).steps
+    assert set(steps["depth"]) == {1, 2, 3} and steps["prompt"].nunique() == 2
+    assert call(*probe(out, "--depth", 3))[0] == 0, "the same again"
+    assert "already holds another run" in refused(*probe(out, "--depth", 2))
+
+
+def test_sites_lists_them_all(call: Call) -> None:
+    code, said, _ = call("sites", "--boundaries", 2)
+    assert code == 0
+    names = [line.split()[0] for line in said.splitlines() if line.strip()]
+    assert [s.name for s in SITES if s.name.replace("{i}", "1") not in names] == []
+    assert "fuse.in.1" in names and "fuse.in.2" not in names
+
+
+def test_figures_of_a_run_and_of_a_paper(call: Call, out: Path, refused: Any) -> None:
+    assert call("figures", "done", "--out", out / "figures")[0] == 0
+    assert (out / "figures" / "forced_accuracy.csv").is_file()
+    assert call("figures", "done", "--out", out / "figures", "--check")[0] == 0
+    (out / "figures" / "forced_accuracy.csv").write_text("x\n1\n")
+    said = refused("figures", "done", "--out", out / "figures", "--check")
+    assert "1 file(s) are not what the tables give: forced_accuracy.csv" in said
+
+    paper = out / "paper"
+    assert call("figures", "done", "--publish", paper / "item")[:2] == (
+        0,
+        f"published: {paper / 'item'}\n",
+    )
+    assert call("figures", paper, "--check")[:2] == (0, f"{paper}: current\n")
+    (paper / "item" / "figures" / "forced_accuracy.png").write_bytes(b"")
+    assert "item/figures/forced_accuracy.png" in refused("figures", paper, "--check")
+    assert call("figures", paper)[0] == 0
+    assert call("figures", paper, "--check")[0] == 0
+    assert "stands alone" in refused("figures", "done", "--publish", paper / "item", "--check")
+
+
+def test_report_writes_one_page(call: Call, out: Path) -> None:
+    code, said, _ = call("report", "done", "--out", out / "page.html")
+    assert (code, said) == (0, f"{out / 'page.html'}\n")
+    assert "<html" in (out / "page.html").read_text()
+
+
+def test_export_writes_what_loads_again(call: Call, out: Path, refused: Any) -> None:
+    assert call("export", DRAFTER, "--to", "vllm", "--out", out)[0] == 0
+    assert json.loads((out / "config.json").read_text())["architectures"]
+    assert "unknown layout" in call("export", DRAFTER, "--to", "x", "--out", out)[2]
+
+
+@pytest.mark.parametrize("code", [0, 3, 4])
+def test_doctor_ends_with_what_it_found(call: Call, patch: pytest.MonkeyPatch, code: int) -> None:
+    from driftlab import doctor
+
+    class Found:
+        exit_code = code
+
+        def __str__(self) -> str:
+            return "the diagnosis"
+
+    patch.setattr(doctor, "examine", lambda target, drafter, **_: Found())
+    assert call("doctor", "--target", "micro", "--drafter", DRAFTER)[:2] == (
+        code,
+        "the diagnosis\n",
+    )
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "train.stepps=3"], "train.stepps: Extra inputs are not permitted, found 3"),
+        (["--set", "train.steps=many"], "train.steps: Input should be a valid integer"),
+        (["--set", "seeds"], "--set needs key=value"),
+        (["--suite", "../micro"], "no packaged suite '../micro'"),
+        (["none.toml"], "experiment file none.toml does not exist"),
+        (["bad.toml"], "bad.toml is not a TOML file"),
+        (["bad.toml", "--suite", "micro"], "an experiment file and a suite are named"),
+        (["."], "experiment file . cannot be read"),
+        (["--out", "bad.toml/x"], "bad.toml/x"),
+        (["--out", "bad.toml"], "bad.toml is a file"),
+        (["--out", "texts"], "texts holds files that are no run (got notes.txt)"),
+        (["--out", "done"], "done already holds another run"),
+    ],
+)
+def test_ablate_refuses(refused: Any, words: list[str], said: str) -> None:
+    home = small.home()
+    (home / "bad.toml").write_text("name = ")
+    (home / "texts").mkdir(exist_ok=True)
+    (home / "texts" / "notes.txt").write_text("mine")
+    before = small.contents(home / "done")
+    assert said in refused("ablate", *words)
+    assert small.contents(home / "done") == before
+    assert [p.name for p in (home / "texts").iterdir()] == ["notes.txt"]
+
+
+def test_wrong_options_are_explained(call: Call) -> None:
+    for words in (["ablate", "--nope"], ["nope"], ["probe"], ["probe", "--depth", "x"]):
+        code, _, err = call(*words)
+        assert code == 2
+        assert "driftlab" in err and "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Targets: without end token, truncated, without weights. Drafters: another's, truncated."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_llama(vocab_size=97, hidden_size=32, layers=4, max_position=64).save_pretrained(
+        folder / "target"
+    )
+    shutil.copytree(folder / "target", folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (folder / "empty").mkdir()
+    shutil.copy(folder / "target" / "config.json", folder / "empty")
+    save_drafter(pairs.drafter(), folder / "other")
+    shutil.copytree(small.home() / DRAFTER, folder / "short")
+    weights = folder / "short" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "said"),
+    [
+        ("cut", "other", "cut"),
+        ("empty", "other", "holds no weights"),
+        ("nowhere", "other", "neither a folder"),
+        ("micro", "other", "width 32"),
+        ("micro", "short", "short"),
+        ("micro", "empty", "empty"),
+        ("micro", "none", "none"),
+    ],
+)
+def test_models_that_cannot_be_used_are_named(
+    refused: Any, models: Path, out: Path, target: str, drafter: str, said: str
+) -> None:
+    source = target if target == "micro" else models / target
+    words = ["probe", "--target", source, "--drafter", models / drafter, "--prompts", "micro"]
+    assert said in refused(*words, "--out", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_hidden_size": 64, "boundaries": (0, 1, 2)}, "97 tokens"),
+        ({"vocab_size": len(VOCABULARY), "boundaries": (0, 1, 2)}, "width|hidden|32"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused(
+    refused: Any, out: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    save_drafter(pairs.drafter(**changes), tmp_path / "d")
+    line = refused("probe", "--target", "micro", "--drafter", tmp_path / "d", "--prompts", "micro")
+    assert re.search(said, line)
+
+
+def test_prompt_files(refused: Any, out: Path, tmp_path: Path) -> None:
+    empty, long, broken = (tmp_path / f"{n}.jsonl" for n in ("empty", "long", "broken"))
+    empty.write_text("\n")
+    text = WordTokenizer().decode([t for s in stories(60, 0) for t in s[1:-1]][:2100])
+    long.write_text(json.dumps({"id": "long", "text": text}))
+    broken.write_text('{"text": "x"}\n{')
+    words = ["probe", "--target", "micro", "--drafter", DRAFTER, "--out", out, "--prompts"]
+    assert "no prompts in it" in refused(*words, empty)
+    assert "prompt long is longer than the limit of 1920 tokens" in refused(*words, long)
+    assert "line 2: not JSON" in refused(*words, broken)
+    assert "no such set or file" in refused(*words, "nowhere")
+    assert not out.exists()
+
+
+def test_strict_ends_before_anything_is_measured(refused: Any, models: Path, out: Path) -> None:
+    words = ["ablate", "--out", out, "--strict", *small.arguments()]
+    source = f"target.source={json.dumps(str(models / 'target'))}"
+    line = refused(*words, "--set", source, "--set", "target.boundaries=[1,2,3]")
+    assert "target.eos_ids = [] (found nowhere: none)" in line
+    assert not out.exists()
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
+    """As somebody else than root, who may read everything."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o700)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    home = Path(cli.__file__).parent.parent
+    code = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(home)!r})\n"
+        "from driftlab.cli import main\n"
+        "import driftlab.results.report, driftlab.engines.pool\n"
+        "os.setuid(65534)\n"
+        f"main(['report', {str(locked / 'run')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 2, done.stderr
+    assert "Permission denied" in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+# --- other ends -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyError("x"), 2, "driftlab failed in cli.py:"),
+        (OSError(28, "No space left on device"), 2, "no space left on the disk"),
+        (DriftlabError("several\nlines", remedy="and\nmore"), 2, "driftlab: several lines"),
+        (KeyboardInterrupt(), 130, "driftlab: interrupted"),
+        (SystemExit(7), 7, ""),
+    ],
+)
+def test_every_end_is_clean(
+    call: Call, patch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise error
+
+    patch.setattr(cli, "read_experiment", fail)
+    found, _, err = call("ablate", "x.toml")
+    assert found == code
+    assert said in err and "Traceback" not in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_the_interrupt_handler_is_given_back(call: Call) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    call("sites")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_ends_all_within_two_seconds(out: Path, refused: Any) -> None:
+    """Real processes; a second one is refused while the first one runs."""
+    trained = out / "training" / "none+pre_norm_s0.pt"
+    longer = ["train.steps=4000", "train.checkpoint_every=5"]
+    process = subprocess.Popen(
+        small.command(out, *longer),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 110
+        while not trained.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "in use by another process" in refused(
+            "ablate", "--out", out, *small.arguments(*longer)
+        )
+        os.killpg(process.pid, signal.SIGINT)
+        pressed = time.monotonic()
+        said, err = process.communicate(timeout=60)
+        waited = time.monotonic() - pressed
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert (process.returncode, said) == (130, "")
+    assert err.splitlines() == [
+        "driftlab: interrupted",
+        "          What is finished is kept: the same command goes on from there.",
+    ]
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert waited < 2 * busy, "two seconds on a machine with a core to spare"
+    assert trained.exists(), "the same command goes on from here"
+
+
+def test_two_workers_give_what_one_process_gives(out: Path) -> None:
+    with small.shrunk(processes=True) as patch:
+        patch.setattr(experiment, "run_jobs", run_jobs)
+        experiment.run_experiment(small.spec("workers=2"), out, quiet=True)
+    assert small.drafters(out) == small.drafters(Path("done"))
+    assert small.contents(out) == small.contents(Path("done"))

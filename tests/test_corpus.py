@@ -1,0 +1,161 @@
+"""Texts that the target writes: found again, damaged ones made anew, bad ones named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from driftlab.data.corpus import Source, Writing, read_given, write_corpus
+from driftlab.data.grammar import WordTokenizer, stories
+from driftlab.data.text import Text
+from driftlab.errors import DataError
+from driftlab.models.target import Target
+
+
+class Scribe:
+    """Continues prompts by draws of (seed, row), and counts how often it is asked."""
+
+    name, fingerprint = "scribe", "f" * 64
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int, **_: Any
+    ) -> list[list[int]]:
+        self.asked += 1
+        rng = np.random.default_rng(seed)
+        return [rng.integers(0, 50, max_new_tokens).tolist() for _ in prompts]
+
+
+PROMPTS = [Source(f"p{i}", "c", tuple(range(1, 2 + i % 3)), None) for i in range(5)]
+SAMPLED = Writing(max_new_tokens=6, temperature=1.0, seed=3, batch=2)
+
+
+def write(folder: Path, writing: Writing = SAMPLED, scribe: Scribe | None = None) -> list[Text]:
+    return write_corpus(cast(Target, scribe or Scribe()), PROMPTS, writing, folder)
+
+
+def test_every_prompt_is_continued_once_and_found_again(tmp_path: Path) -> None:
+    first = Scribe()
+    texts = write(tmp_path, scribe=first)
+    assert first.asked == 3
+    assert sorted(t.prompt_id for t in texts) == [p.id for p in PROMPTS]
+    assert {t.kind for t in texts} == {"sampled"} and {t.origin for t in texts} == {"scribe"}
+    by_id = {p.id: p.tokens for p in PROMPTS}
+    assert all(t.tokens[: t.prompt_len] == by_id[t.prompt_id] for t in texts)
+    again = Scribe()
+    assert write(tmp_path, scribe=again) == texts
+    assert again.asked == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "empty"])
+def test_a_damaged_chunk_is_written_again(tmp_path: Path, damage: str) -> None:
+    texts = write(tmp_path)
+    chunk = sorted(tmp_path.rglob("*.texts"))[1]
+    whole = chunk.read_bytes()
+    digit = whole.rindex(b"tokens") + 10
+    spoiled = {
+        "cut": whole[:-5],
+        "flipped": whole[:digit] + bytes([whole[digit] ^ 1]) + whole[digit + 1 :],
+        "empty": b"",
+    }
+    chunk.unlink() if damage == "gone" else chunk.write_bytes(spoiled[damage])
+    scribe = Scribe()
+    assert write(tmp_path, scribe=scribe) == texts
+    assert scribe.asked == 1
+    assert chunk.read_bytes() == whole
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    texts = write(tmp_path)
+    (home,) = tmp_path.iterdir()
+    left = home / ".00001.texts.77.77.tmp"
+    left.write_bytes(b"half")
+    assert write(tmp_path) == texts
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 4}, {"temperature": 0.5}, {"max_new_tokens": 7}, {"batch": 3}]
+)
+def test_other_settings_are_another_corpus(tmp_path: Path, change: dict[str, Any]) -> None:
+    write(tmp_path)
+    scribe = Scribe()
+    write(tmp_path, replace(SAMPLED, **change), scribe)
+    assert scribe.asked > 0
+
+
+def test_rounds_go_on_until_there_is_enough(tmp_path: Path) -> None:
+    texts = write(tmp_path, replace(SAMPLED, min_tokens=70))
+    written = sum(len(t.continuation) for t in texts)
+    assert 70 <= written < 70 + SAMPLED.batch * SAMPLED.max_new_tokens
+    assert len({t.prompt_id for t in texts}) == len(texts)
+    assert {"p0", "p0~2", "p0~3"} <= {t.prompt_id for t in texts}
+    firsts = {t.prompt_id: t.continuation for t in texts}
+    assert firsts["p0"] != firsts["p0~2"], "a round draws anew"
+
+
+def test_greedy_text_never_repeats_itself(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="greedy continuations of 5 prompts hold 30 tokens"):
+        write(tmp_path, replace(SAMPLED, temperature=0.0, min_tokens=31))
+    assert write(tmp_path, replace(SAMPLED, temperature=0.0, min_tokens=30))
+
+
+def test_no_prompts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        write_corpus(cast(Target, Scribe()), [], SAMPLED, tmp_path)
+
+
+def given_file(tmp_path: Path, *records: dict[str, Any]) -> Path:
+    path = tmp_path / "given.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, records)))
+    return path
+
+
+def said(n: int) -> str:
+    words = WordTokenizer()
+    return words.decode(stories(1, 0)[0][1 : n + 1])
+
+
+def test_given_texts_are_read_in_order_up_to_a_count(tmp_path: Path) -> None:
+    path = given_file(
+        tmp_path,
+        {"prompt": said(3), "response": said(5)},
+        {
+            "messages": [
+                {"role": "user", "content": said(4)},
+                {"role": "assistant", "content": said(2)},
+            ]
+        },
+        {"prompt": said(3), "response": said(6)},
+    )
+    texts = read_given(path, WordTokenizer(), max_tokens=10)
+    assert [(t.kind, t.temperature, t.prompt_len, len(t.tokens)) for t in texts] == [
+        ("given", None, 4, 9),
+        ("given", None, 5, 7),
+    ]
+    assert len(read_given(path, WordTokenizer(), max_tokens=1000)) == 3
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        ({"prompt": "x"}, "line 3: no response"),
+        ({"prompt": "x", "response": 7}, "line 3: no response"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "line 3: no response"),
+        ({"prompt": said(8), "response": said(8)}, "line 3: the text is longer .* 12"),
+    ],
+)
+def test_a_line_that_gives_no_text_is_named(
+    tmp_path: Path, second: dict[str, Any], named: str
+) -> None:
+    path = given_file(tmp_path, {"prompt": said(3), "response": said(5)}, second)
+    with pytest.raises(DataError, match=named):
+        read_given(path, WordTokenizer(), max_tokens=1000, limit=12)
