@@ -537,7 +537,7 @@ def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
         if i + columns < len(variants):
             ax.set_xlabel("")
     # Each panel has set its own limits, and shared axes would keep those of the first.
-    grid.flat[0].set_ylim(0, 1.05 * frame["high"].max())
+    grid.flat[0].set_ylim(0, 1.05 * frame[["value", "high"]].max().max())
     _legend_below(figure, grid.flat[0], legend_columns)
 
 
