@@ -65,6 +65,8 @@ def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # A runner in the background ignores Ctrl-C, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         until(lambda: file.exists() and bool(file.read_text()))
