@@ -31,7 +31,7 @@ from driftlab.models.tiny import tiny_llama
 VOCAB, WIDTH, LAYERS, LENGTH = 80, 32, 4, 32
 SYMBOLS = tuple(range(2, 50, 2))
 BOUNDARIES = (0, 2, 3)
-TOKENS = 1000
+TOKENS = 2000
 YARN = {"factor": 32.0, "original_max_position_embeddings": 128}
 
 PLAIN, COPIER, DOUBLE = "none+pre_norm", "copier", "none+pre_norm+double"
@@ -40,7 +40,7 @@ CLEAN: dict[str, dict[str, Any]] = {
     "none+post_norm": {"feedback": Feedback.post_norm},
     "per_layer+pre_norm": {"fusion_norm": FusionNorm.per_layer},
     "per_layer+post_norm": {"fusion_norm": FusionNorm.per_layer, "feedback": Feedback.post_norm},
-    "concat+post_norm": {"fusion_norm": FusionNorm.concat, "feedback": Feedback.post_norm},
+    "concat+pre_norm": {"fusion_norm": FusionNorm.concat},
     "none+pre_norm+normed": {"residual": Residual.normed},
     DOUBLE: {"double_hidden_norm": True},
     COPIER: {},
@@ -68,7 +68,7 @@ def target(variant: str = PLAIN) -> Target:
     return copier_target() if variant == COPIER else mixer_target()
 
 
-def prompts(variant: str = PLAIN, n: int = 36) -> list[list[int]]:
+def prompts(variant: str = PLAIN, n: int = 72) -> list[list[int]]:
     made = copies if variant == COPIER else stories
     return made(n, seed=5)[:, :4].tolist()
 
@@ -132,7 +132,8 @@ def mixer_target() -> Target:
     model = tiny_llama(vocab_size=VOCAB, hidden_size=WIDTH, layers=LAYERS, max_position=256)
     with torch.no_grad():
         # As large as what the layers add, and of many lengths, so that a norm is no mere scale.
-        lengths = torch.logspace(-0.5, 0.5, VOCAB)[:, None]
+        steps = (torch.arange(VOCAB) // 2).clamp(max=24)
+        lengths = torch.logspace(-0.7, 0.7, 25)[steps][:, None]
         model.model.embed_tokens.weight.mul_(WIDTH**0.5 * lengths)
         texts = stories(300, seed=1)
         states = model.model(texts, use_cache=False).last_hidden_state[:, 2:-1].reshape(-1, WIDTH)
@@ -155,11 +156,13 @@ def mixer_drafter() -> Drafter:
     layer: Any = made.layers[0]
     with torch.no_grad():
         # Gains that differ, or a second norm with them would change nothing; and attention, MLP
-        # and the middle state are made loud, so that none of them can be misread in silence.
+        # and captured states are made loud, so that none of them can be misread in silence.
         layer.input_layernorm.weight.copy_(torch.linspace(0.3, 2.0, WIDTH))
         layer.self_attn.o_proj.weight.mul_(3)
         layer.mlp.down_proj.weight.mul_(2)
-        made.fc.weight[:, WIDTH : 2 * WIDTH].mul_(2)
+        made.fc.weight[:, :WIDTH].mul_(6)
+        made.fc.weight[:, WIDTH : 2 * WIDTH].mul_(4)
+        made.fc.weight[:, 2 * WIDTH :].mul_(2)
         layer.self_attn.q_proj.weight.mul_(2)
         layer.self_attn.k_proj.weight.mul_(2)
         texts = torch.tensor([t.tokens for t in _lessons()])
@@ -172,7 +175,7 @@ def mixer_drafter() -> Drafter:
             states.append(step.state.post.reshape(-1, WIDTH))
             wanted.append(p[:, anchors + step.depth].reshape(-1, len(mapping)))
     made.lm_head.weight.data.copy_(_fit(torch.cat(states), torch.cat(wanted)))
-    return _learn(made, teacher, _lessons(), 90, 2e-2)
+    return _learn(made, teacher, _lessons(), 90, 1e-2)
 
 
 @cache
@@ -181,7 +184,7 @@ def _variant(variant: str) -> Drafter:
     made = build(mixer_drafter(), Reading(config(**CLEAN[variant]), torch.tensor(SYMBOLS)))
     for weight in made.parameters():
         weight.data = weight.data.clone()  # the plain one is trained no further
-    return _learn(made, mixer_target(), _lessons(), 25, 1e-2)
+    return _learn(made, mixer_target(), _lessons(), 30, 1e-2)
 
 
 # Copier
@@ -270,7 +273,7 @@ FAULTS: dict[str, Fault] = {
         PLAIN, {"fusion_norm": FusionNorm.none}, fusion_norm=FusionNorm.per_layer
     ),
     "input_norm dropped": _fault(
-        "concat+post_norm", {"fusion_norm": FusionNorm.concat}, fusion_norm=FusionNorm.none
+        "concat+pre_norm", {"fusion_norm": FusionNorm.concat}, fusion_norm=FusionNorm.none
     ),
     "fc_norm read as input_norm": _fault(
         "per_layer+pre_norm", {"fusion_norm": FusionNorm.per_layer}, fusion_norm=FusionNorm.concat

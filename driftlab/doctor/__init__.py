@@ -203,50 +203,62 @@ class _Case:
         return score(self.target, self.texts, built, progress=label if self.progress else "")
 
     def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None, tuple[str, ...]]:
-        """One patch at a time; then the winner with each of the others, while margins stay."""
-        provenance = self.subject.provenance
-        options = alternatives(self.base, provenance, self.facts, self.target.shape.rope)
-        against, reading, fields = FILE, self.base, set()
-        own: Score | None = None
-        standing: Score | None = None
+        """One patch at a time; then the best ones with each of the others, while margins stay.
+
+        Readings that cannot be told apart go on side by side: a second fault can part them.
+        """
+        options = alternatives(
+            self.base, self.subject.provenance, self.facts, self.target.shape.rope
+        )
+        own = self._score({FILE: self.base}, "the file's reading")[FILE]
         found: list[Candidate] = []
-        winner: Candidate | None = None
-        rivals: list[str] = []
+        best: list[Candidate] = []
+        stems: list[tuple[str, Reading, Score]] = [(FILE, self.base, own)]
         for round_ in range(FAULTS):
-            tries = {
-                option: tried(option.apply, reading)
-                for option in options
-                if option.field not in fields
-            }
-            tries = {o: r for o, r in tries.items() if not same(r, reading)}
-            named = {_name(against, o): r for o, r in tries.items()}
-            if standing is None:
-                named = {FILE: reading, **named}
-            scores = self._score(named, f"readings, pass {round_ + 1}")
-            if standing is None:
-                own = standing = scores[FILE]
-            made = [
-                self._judge(o, against, r, standing, scores[_name(against, o)])
-                for o, r in tries.items()
-            ]
+            made = self._extend(options, stems, f"readings, pass {round_ + 1}")
             found += made
             better = [c for c in made if c.outcome is Outcome.better]
             if not better:
                 break
-            winner = max(better, key=lambda c: c.margin.value)
-            rivals += [
-                c.name
-                for c in better
-                if c is not winner and margins(c.score, winner.score, seed=self.seed)[0].low <= 0
-            ]
-            fields.add(next(o.field for o in tries if _name(against, o) == winner.name))
-            against, reading, standing = winner.name, winner.reading, winner.score
-        assert own is not None
-        if winner is not None and winner.against != FILE:
-            # Its own margin was over the winner before it; the file's reading is what counts.
+            best = self._front(better)
+            stems = [(c.name, c.reading, c.score) for c in best]
+        if not best:
+            return own, found, None, ()
+        winner, *rivals = best
+        if winner.against != FILE:
+            # Its own margin was over the reading before it; the file's reading is what counts.
             margin, accepted = margins(own, winner.score, seed=self.seed)
             winner = replace(winner, margin=margin, accepted=accepted)
-        return own, found, winner, tuple(rivals)
+        return own, found, winner, tuple(c.name for c in rivals)
+
+    def _extend(
+        self,
+        options: Sequence[Alternative],
+        stems: Sequence[tuple[str, Reading, Score]],
+        label: str,
+    ) -> list[Candidate]:
+        """Every stem with every option that changes something else than the stem did."""
+        tries: dict[str, tuple[Alternative, str, Reading, Score]] = {}
+        for against, stem, old in stems:
+            changed = {name.partition(".")[0] for name in changes(self.base, stem)}
+            for option in options:
+                reading = tried(option.apply, stem)
+                known = any(same(reading, t[2]) for t in tries.values())
+                if option.field.partition(".")[0] in changed or same(reading, stem) or known:
+                    continue
+                tries[_name(against, option)] = (option, against, reading, old)
+        scores = self._score({name: t[2] for name, t in tries.items()}, label)
+        return [
+            self._judge(option, against, reading, old, scores[name])
+            for name, (option, against, reading, old) in tries.items()
+        ]
+
+    def _front(self, better: Sequence[Candidate]) -> list[Candidate]:
+        """The best reading, and at most two that cannot be told apart from it."""
+        ordered = sorted(better, key=lambda c: sum(c.score.cross_entropy))
+        first = ordered[0]
+        near = [c for c in ordered[1:] if margins(c.score, first.score, seed=self.seed)[0].low <= 0]
+        return [first, *near[:2]]
 
     def _judge(
         self, option: Alternative, against: str, reading: Reading, old: Score, new: Score
