@@ -240,11 +240,11 @@ class _Case:
         """Every stem with every option that changes something else than the stem did."""
         tries: dict[str, tuple[Alternative, str, Reading, Score]] = {}
         for against, stem, old in stems:
-            changed = {name.partition(".")[0] for name in changes(self.base, stem)}
+            changed = changes(self.base, stem)
             for option in options:
                 reading = tried(option.apply, stem)
                 known = any(same(reading, t[2]) for t in tries.values())
-                if option.field.partition(".")[0] in changed or same(reading, stem) or known:
+                if option.field in changed or same(reading, stem) or known:
                     continue
                 tries[_name(against, option)] = (option, against, reading, old)
         scores = self._score({name: t[2] for name, t in tries.items()}, label)
