@@ -157,14 +157,14 @@ def _draft(
         if draft == "greedy":
             choice = logits.argmax()
         else:
-            q = (logits.float() / temperature).softmax(-1)
+            q = _probabilities(logits, temperature)
             chances.append(q)
             choice = torch.multinomial(q, 1, generator=rng)[0]
         drafted.append(int(drafter.to_target(choice)))
     if not chances:
         return drafted, None
-    wide = torch.zeros(depth, drafter.config.vocab_size, device=aux.device)
-    wide[:, drafter.draft_to_target] = torch.stack(chances)
+    wide = torch.zeros(depth, drafter.config.vocab_size)
+    wide[:, drafter.draft_to_target.cpu()] = torch.stack(chances)
     return drafted, wide
 
 
@@ -189,25 +189,31 @@ def verify(
         while accepted < len(drafted) and drafted[accepted] == best[accepted]:
             accepted += 1
         return accepted, best[accepted]
-    p = (logits.float() / temperature).softmax(dim=-1)
-    for i, token in enumerate(drafted):
-        # Ratio of the target's to the draft's probability; a point mass has q = 1.
-        ratio = p[i, token] if q is None else p[i, token] / q[i, token]
-        if torch.rand((), generator=rng) < ratio:
-            continue
-        left = p[i].clone()
+    p = _probabilities(logits, temperature)
+    rows, ids = torch.arange(len(drafted)), torch.tensor(drafted)
+    # Ratio of the target's to the draft's probability; a point mass has q = 1.
+    ratio = p[rows, ids] if q is None else p[rows, ids] / q[rows, ids]
+    passed = torch.rand(len(drafted), generator=rng) < ratio
+    accepted = int(passed.long().cumprod(dim=0).sum())
+    left = p[accepted].clone()
+    if accepted < len(drafted):
+        token = drafted[accepted]
         if q is None:
             left[token] = 0
         else:
             # Ids past the draft's vocabulary (padding rows) keep all of their mass.
-            left[: q.shape[1]] = (left[: q.shape[1]] - q[i]).clamp(min=0)
-        if not left.any():  # p and q differ by rounding only, and nothing else can be drawn
-            continue
-        return i, int(torch.multinomial(left, 1, generator=rng))
-    return len(drafted), int(torch.multinomial(p[-1], 1, generator=rng))
+            left[: q.shape[1]] = (left[: q.shape[1]] - q[accepted]).clamp(min=0)
+        if not left.any():  # p and q differ by rounding only: nothing else can be drawn
+            return accepted, token
+    return accepted, int(torch.multinomial(left, 1, generator=rng))
 
 
 def _choose(logits: Tensor, temperature: float, rng: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=rng))
+    return int(torch.multinomial(_probabilities(logits, temperature), 1, generator=rng))
+
+
+def _probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """On the CPU, where the random state lives: the same draws whatever computed the logits."""
+    return (logits.float().cpu() / temperature).softmax(dim=-1)
