@@ -375,10 +375,6 @@ def _answer(error: BaseException) -> int:
         return 130
     if isinstance(error, SystemExit | typer.Exit):
         raise error
-    if isinstance(error, BrokenPipeError):
-        # The reader of our output has gone; what Python still holds goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     if (show := getattr(error, "show", None)) is not None:  # a wrong option
         show()
         return int(getattr(error, "exit_code", 2))

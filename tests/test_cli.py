@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -317,7 +316,7 @@ def test_models_that_cannot_be_used_are_named(
     ("changes", "said"),
     [
         ({"target_hidden_size": 64, "boundaries": (0, 1, 2)}, "97 tokens"),
-        ({"vocab_size": len(VOCABULARY), "boundaries": (0, 1, 2)}, "width|hidden|32"),
+        ({"vocab_size": len(VOCABULARY), "boundaries": (0, 1, 2)}, "width 32"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(
@@ -325,7 +324,7 @@ def test_a_pair_that_does_not_fit_is_refused(
 ) -> None:
     save_drafter(pairs.drafter(**changes), tmp_path / "d")
     line = refused("probe", "--target", "micro", "--drafter", tmp_path / "d", "--prompts", "micro")
-    assert re.search(said, line)
+    assert said in line
 
 
 def test_prompt_files(refused: Any, out: Path, tmp_path: Path) -> None:
