@@ -146,6 +146,7 @@ class _Case:
         self.served, self.base, self.source = served, served.reading, source
         self.seed, self.progress = seed, progress
         self.texts: list[Text] = []
+        self.scored: list[tuple[Reading, Score]] = []
 
     def run(self, texts: list[Text]) -> Diagnosis:
         self.texts = texts
@@ -199,8 +200,19 @@ class _Case:
         return (*notes, *self.served.notes)
 
     def _score(self, readings: dict[str, Reading], label: str) -> dict[str, Score]:
-        built = {name: build(self.subject, reading) for name, reading in readings.items()}
-        return score(self.target, self.texts, built, progress=label if self.progress else "")
+        """Scores by name; a reading that was scored before is not computed again."""
+        known = {
+            name: found
+            for name, reading in readings.items()
+            for old, found in self.scored
+            if same(reading, old)
+        }
+        new = {n: r for n, r in readings.items() if n not in known}
+        built = {name: build(self.subject, reading) for name, reading in new.items()}
+        label = label if self.progress else ""
+        made = score(self.target, self.texts, built, progress=label) if built else {}
+        self.scored += [(new[name], found) for name, found in made.items()]
+        return known | made
 
     def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None, tuple[str, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.
