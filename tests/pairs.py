@@ -177,4 +177,4 @@ def memorised(variant: str = M, *, steps: int = 100) -> Pair:
 
 def trained(variant: str) -> Pair:
     """A pair of any variant whose weights training has moved; M itself is trained to the end."""
-    return memorised(variant) if variant == M else memorised(variant, steps=12)
+    return memorised() if variant == M else memorised(variant, steps=12)

@@ -527,7 +527,7 @@ def test_the_residual_is_the_positive_part_of_p_minus_q() -> None:
 def test_sampled_speculation_follows_the_target(draft: Any) -> None:
     """The second token after a prompt, which a draft was made for, has the target's marginal."""
     pair = pairs.memorised()
-    prompt, temperature, n = pairs.prompts(1, seed=9, length=6)[0], 4.0, 200
+    prompt, temperature, n = pairs.prompts(1, seed=9, length=6)[0], 4.0, 150
     every = torch.tensor([[*prompt, token] for token in range(pairs.VOCAB)])
     logits = pair.target.forward(every, torch.full((pairs.VOCAB,), 7), ()).logits
     assert logits is not None
