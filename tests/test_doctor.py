@@ -33,20 +33,13 @@ from driftlab.models.checkpoints.profiles import (
 )
 from driftlab.models.drafter import Drafter
 
-# The others take the same way and run with the slow tests.
+# The others take the same way and run with the slow tests; feedback, residual and fusion norm
+# stand below as well, where copies are corrected and profiles examined.
 QUICK = {
     "none+pre_norm",
-    "per_layer+post_norm",
-    "concat+pre_norm",
     "boundaries one too high",
-    "middle boundary one too low",
-    "raw feedback read as normed",
-    "raw residual read as normed",
-    "input_norm dropped",
     "offsets of d2t taken as ids",
     "rope base 100 for 10000",
-    "rope block yarn x32 for none",
-    "single hidden norm read as double",
     "two at once: a 3.1 drafter read as 3",
 }
 
@@ -98,15 +91,17 @@ def test_a_planted_fault_is_named(name: str) -> None:
 def test_the_scores_are_those_of_the_verified_rounds() -> None:
     """Accepted drafts on the target's greedy text, against the engine that verifies, by anchor."""
     target, drafter = faults.target(), faults.drafter()
-    prompt = faults.prompts()[0]
-    tokens = prompt + target.generate([prompt], max_new_tokens=16)[0]
-    (text,) = faults._texts([tokens])
-    found = score(target, [text], {"own": drafter})["own"]
+    prompts = faults.prompts(n=4)
+    made = target.generate(prompts, max_new_tokens=12)
+    texts = faults._texts([p + m for p, m in zip(prompts, made, strict=True)])
+    found = score(target, texts, {"own": drafter})["own"]
     accepted = []
-    for anchor in range(text.prompt_len - 1, len(tokens) - 5):
-        spoken = speculate(target, drafter, tokens[: anchor + 1], depth=4, max_new_tokens=6)
-        assert spoken.rounds[0].anchor == anchor
-        accepted.append(spoken.rounds[0].accepted)
+    for text in texts:
+        for anchor in range(text.prompt_len - 1, len(text.tokens) - 5):
+            known = list(text.tokens[: anchor + 1])
+            spoken = speculate(target, drafter, known, depth=4, max_new_tokens=6)
+            assert spoken.rounds[0].anchor == anchor
+            accepted.append(spoken.rounds[0].accepted)
     assert found.anchors == len(accepted) > 10
     assert found.accepted_drafts == pytest.approx(sum(accepted) / len(accepted))
     shares = [sum(n >= d for n in accepted) / len(accepted) for d in (1, 2, 3, 4)]
@@ -150,10 +145,11 @@ def test_cross_entropy_by_hand() -> None:
     assert found.cross_entropy[0] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def test_the_same_seed_gives_the_same_page(clean: Diagnosis) -> None:
+def test_the_same_seed_gives_the_same_page() -> None:
     torch.manual_seed(11)
     before = torch.random.get_rng_state()
-    assert str(examined(faults.drafter())) == str(clean)
+    page = str(examined(faults.drafter(), tokens=300))
+    assert str(examined(faults.drafter(), tokens=300)) == page
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -172,7 +168,7 @@ def test_an_untrained_drafter_gets_the_checklist() -> None:
     rng = torch.Generator().manual_seed(0)
     head = torch.randn(drafter.lm_head.weight.shape, generator=rng)
     reading = Reading(drafter.config, drafter.draft_to_target, {"lm_head.weight": 0.01 * head})
-    found = examined(build(drafter, reading))
+    found = examined(build(drafter, reading), tokens=300)
     assert found.verdict is Verdict.wrong
     assert any("likely misconfigured" in r and "boundaries" in r for r in found.reasons)
 
@@ -274,9 +270,7 @@ def test_fix_refuses_where_there_is_nothing_to_correct(clean: Diagnosis, tmp_pat
 def test_fix_never_replaces_the_drafter(tmp_path: Path) -> None:
     save_drafter(faults.FAULTS["raw residual read as normed"].planted(), tmp_path / "d")
     files = {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()}
-    found = doctor.examine(
-        faults.target(), tmp_path / "d", tokens=faults.TOKENS, prompts=faults.prompts()
-    )
+    found = doctor.examine(faults.target(), tmp_path / "d", tokens=600, prompts=faults.prompts())
     assert found.winner is not None
     with pytest.raises(ConfigError, match="replace"):
         doctor.fix(found, tmp_path / "d")
@@ -337,7 +331,7 @@ def test_a_profile_that_cannot_load_says_why() -> None:
 
 def test_a_profile_is_examined_as_the_file(tmp_path: Path) -> None:
     """SGLang drops the normed residual: as SGLang the file is wrong, and X3 says why."""
-    found = examined(faults.drafter("none+pre_norm+normed"), as_profile="sglang")
+    found = examined(faults.drafter("none+pre_norm+normed"), as_profile="sglang", tokens=600)
     assert found.verdict is Verdict.wrong
     assert found.winner is not None and found.winner.patch == {"residual": Residual.normed}
     (row,) = [row for row in found.contract if row.field == "residual"]
