@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,6 +210,22 @@ def test_cells_are_named_apart() -> None:
     assert all(".." not in n and not n.startswith("/") for n in names)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_are_for_terminals(
+    out: Path, patch: pytest.MonkeyPatch, terminal: bool, tmp_path: Path
+) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    patch.setattr(sys, "stderr", screen := Screen())
+    run_experiment(small.spec('axes.feedback=["pre_norm"]'), out, cache=tmp_path)
+    shown = screen.getvalue()
+    labels = ("target learns", "texts to learn from", "states to measure on", "1 cell")
+    assert [label for label in labels if (label in shown) is not terminal] == []
+    assert terminal or not shown
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 
@@ -350,26 +368,32 @@ def test_code_of_another_checkout_is_not_taken_for_ours(patch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_group_at_20_random_moments(out: Path) -> None:
+def test_sigkill_of_the_group_at_20_random_moments(tmp_path: Path) -> None:
+    """Every other time the embedded target, texts and states are made in the run, too."""
     rng = random.Random(0)
+    out, command = tmp_path / "run", small.command(tmp_path / "run", "workers=2")
     started = time.monotonic()
-    subprocess.run(small.command(out, "workers=2"), check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
     whole = time.monotonic() - started
-    for _ in range(20):
-        shutil.rmtree(out, ignore_errors=rng.random() < 0.3)
+    for i in range(20):
+        shutil.rmtree(out)
+        if i % 2:
+            shutil.rmtree(tmp_path / "cache")
         process = subprocess.Popen(
-            small.command(out, "workers=2"),
+            command,
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        time.sleep(rng.uniform(0, whole))
+        # Importing takes the first third, drawing the last.
+        time.sleep(rng.uniform(0.25, 0.9) * whole)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        subprocess.run(small.command(out, "workers=2"), check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
         assert small.contents(out) == small.contents(done())
         assert small.drafters(out) == small.drafters(done())
         assert small.leftovers(out) == []
+        assert list(tmp_path.rglob("*.tmp")) == []
 
 
 @pytest.mark.slow
