@@ -278,6 +278,24 @@ class MeasureSpec(Frozen):
         return self
 
 
+class ExplainSpec(Frozen):
+    """How a drafter is explained (docs/explain.md); chains read the text's tokens."""
+
+    depth: Count = 8
+    anchors: Count = 24  # of each text, at even distances
+    sink: Literal["first", "auto"] | tuple[int, ...] = "first"
+    gradient_depths: tuple[Count, ...] = (1, 2, 4, 8)
+    gradient_anchors: Count = 2  # of each text, among its anchors
+    gradient_steps: Count = 16  # of the integral
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExplainSpec:
+        _check_lists(self, "gradient_depths")
+        if not isinstance(self.sink, str) and any(p < 0 for p in self.sink):
+            raise ValueError("a sink position cannot be negative")
+        return self
+
+
 class Experiment(Frozen):
     """One experiment file."""
 

@@ -194,6 +194,19 @@ SCHEMAS["depths"] = _schema(
     ],
 )
 
+SCHEMAS["explained"] = _schema(
+    "explained",
+    "one per (cell, prompt, text, depth, measure, part): means over anchors of forced chains; "
+    "measures and their units are listed in driftlab.results.explanations.MEASURES",
+    [
+        *(_CELL, _PROMPT, _TEXT, _DEPTH),
+        _field("measure", _S, "name", "what is explained"),
+        _field("part", _S, "name", "a captured layer, a region, an input, a site, or a state"),
+        _field("n", _I4, "anchors", "anchors in the mean"),
+        _field("value", _F8, "see measure", "the mean"),
+    ],
+)
+
 KEYS: dict[str, tuple[str, ...]] = {
     "steps": ("cell", "prompt", "text", "mode", "anchor", "depth"),
     "depths": ("cell", "prompt", "text", "mode", "depth"),
@@ -201,6 +214,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "fused": ("cell", "prompt", "text", "layer"),
     "prompts": ("prompt", "text"),
     "cells": ("cell",),
+    "explained": ("cell", "prompt", "text", "depth", "measure", "part"),
 }
 """Columns that name a row; tables are sorted by them and hold each combination once."""
 
