@@ -50,7 +50,7 @@ from driftlab.models.hooks import Captured, HookFn, attach, capture, points
 from driftlab.models.target import Target
 from driftlab.results.figures import Plots
 from driftlab.results.records import RunDirectory, Tables, _to_pandas
-from driftlab.results.schema import MEASURED, SCHEMAS
+from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMAS
 from driftlab.results.shards import make_table, reduce_steps
 
 if TYPE_CHECKING:
@@ -491,7 +491,7 @@ class Lab:
                     if "steps" in made[i]:
                         made[i]["depths"] = reduce_steps(made[i]["steps"], where)
                 bar.update(len(rows))
-        names = (*MEASURED, "depths")
+        names = (*(n for n in MEASURED if n not in OPTIONAL), "depths")
         found = {n: [made[i][n] for i in range(len(texts)) if n in made[i]] for n in names}
         return {n: tables or [SCHEMAS[n].empty_table()] for n, tables in found.items()}
 
@@ -646,7 +646,11 @@ class ProbeRun:
                     run.write(
                         cell["cell"],
                         prompt,
-                        {n: _part(self._arrow[n], cell["cell"], prompt) for n in MEASURED},
+                        {
+                            n: _part(self._arrow[n], cell["cell"], prompt)
+                            for n in MEASURED
+                            if n in self._arrow
+                        },
                     )
             run.write_prompts(_columns(self._arrow["prompts"]))
             run.finish()

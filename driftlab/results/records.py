@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from driftlab.errors import DataError, RunError
-from driftlab.results.schema import MEASURED, SCHEMA_VERSION, SCHEMAS
+from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMA_VERSION, SCHEMAS, TABLES
 from driftlab.results.shards import (
     SUFFIX,
     Shard,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from driftlab.results.figures import Plots
 
-TABLES = ("steps", "depths", "heads", "fused", "prompts", "cells")
 SMALL = ("depths", "heads", "fused", "prompts", "cells")
 """Tables that figures and reports are drawn from; small enough to be committed."""
 
@@ -68,6 +67,8 @@ class Tables:
     prompts: pd.DataFrame
     cells: pd.DataFrame
     manifest: Mapping[str, Any]
+    extra: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    """The optional tables that the run has, by name."""
     cache: dict[object, Any] = field(default_factory=dict, repr=False)
     """What readers derive from the tables and want to keep as long as they live."""
 
@@ -244,6 +245,12 @@ class RunDirectory:
         table = make_table("prompts", columns, "all prompts")
         write_shard(self.path / "rows" / f"prompts{SUFFIX}", ("prompts",), {"prompts": table})
 
+    def write_texts(self, columns: Mapping[str, Any]) -> None:
+        """Store the whole table ``texts``, one row per (condition, prompt, text)."""
+        self._may_write("owner")
+        table = make_table("texts", columns, "texts of conditions")
+        write_shard(self.path / "rows" / f"texts{SUFFIX}", ("texts",), {"texts": table})
+
     def finish(self) -> dict[str, Path]:
         """Write every table as Parquet, sorted by its key, and note it in the manifest.
 
@@ -254,11 +261,16 @@ class RunDirectory:
         shards = self._shards(self.path / "shards")
         cells = self._shards(self.path / "rows" / "cells")
         prompts = self._shards(self.path / "rows", f"prompts{SUFFIX}")
+        texts = self._shards(self.path / "rows", f"texts{SUFFIX}")
         files, noted = {}, {}
-        for name in TABLES:
-            source = {"cells": cells, "prompts": prompts}.get(name, shards)
+        rows_of = {"cells": cells, "prompts": prompts, "texts": texts}
+        for name in (*TABLES, *OPTIONAL):
+            source = rows_of.get(name, shards)
             files[name] = self.path / f"{name}.parquet"
             rows = _write_parquet(files[name], name, (shard.table(name) for shard in source))
+            if not rows and name in OPTIONAL:
+                files.pop(name).unlink()
+                continue
             with files[name].open("rb") as handle:
                 digest = hashlib.file_digest(handle, "sha256").hexdigest()
             noted[name] = {"rows": rows, "sha256": digest}
@@ -328,7 +340,7 @@ class RunDirectory:
         *,
         categories: bool = False,
     ) -> pd.DataFrame:
-        if name not in TABLES:
+        if name not in (*TABLES, *OPTIONAL):
             raise RunError(f"there is no table {name!r}", remedy=f"Tables: {', '.join(TABLES)}.")
         path = self.path / f"{name}.parquet"
         if unknown := sorted(set(columns or ()) - set(SCHEMAS[name].names)):
@@ -387,7 +399,9 @@ class RunDirectory:
     def tables(self) -> Tables:
         """The small tables and the manifest, read once; text columns are categorical."""
         frames: dict[str, Any] = {name: self._read(name, categories=True) for name in SMALL}
-        return Tables(**frames, manifest=self.manifest)
+        there = [name for name in OPTIONAL if (self.path / f"{name}.parquet").exists()]
+        extra = {name: self._read(name, categories=True) for name in there}
+        return Tables(**frames, manifest=self.manifest, extra=extra)
 
 
 def _reopen(path: Path, role: Role) -> RunDirectory:

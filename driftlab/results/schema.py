@@ -207,6 +207,41 @@ SCHEMAS["explained"] = _schema(
     ],
 )
 
+SCHEMAS["texts"] = _schema(
+    "texts",
+    "one per (condition, prompt, text): texts of the applied conditions that change them",
+    [
+        _field("condition", _S, "name", "applied condition"),
+        *(SCHEMAS["prompts"].field(i) for i in range(len(SCHEMAS["prompts"]))),
+    ],
+)
+SCHEMAS["agreement"] = _schema(
+    "agreement",
+    "one per (cell, prompt, text, target layer), means over anchors: the drafter's attention row "
+    "at depth 1 beside the target's row at the same position, both averaged over heads and "
+    "scaled to sum to 1 over the keys that both can see",
+    [
+        *(_CELL, _PROMPT, _TEXT),
+        _field("layer", _I2, "index", "block of the target; it reads boundary `layer`"),
+        _field("n", _I4, "anchors", "anchors in the mean"),
+        _field("correlation", _F4, "1", "Pearson's over the shared keys; rows of 3 keys or more"),
+        _field("divergence", _F4, "nats", "Jensen-Shannon divergence; at most ln 2"),
+    ],
+)
+SCHEMAS["shift"] = _schema(
+    "shift",
+    "one per (cell, prompt, text, place): how far what the drafter reads lies from what the "
+    "unchanged target gives on the same tokens",
+    [
+        *(_CELL, _PROMPT, _TEXT),
+        _field("place", _S, "name", "fuse.in.{i}, or fuse.out: the fused input"),
+        _field("n", _I4, "anchors", "anchors in the mean"),
+        _field("rms", _F4, "rms", "what the unchanged target gives"),
+        _field("rms_error", _F4, "rms", "the difference to it"),
+        _field("alpha", _F4, "1", "mean of rms_error / rms: the scale of noise()"),
+    ],
+)
+
 KEYS: dict[str, tuple[str, ...]] = {
     "steps": ("cell", "prompt", "text", "mode", "anchor", "depth"),
     "depths": ("cell", "prompt", "text", "mode", "depth"),
@@ -218,5 +253,9 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """Columns that name a row; tables are sorted by them and hold each combination once."""
 
-MEASURED = ("steps", "heads", "fused")
+MEASURED = ("steps", "heads", "fused", "agreement", "shift")
 """Tables that :meth:`RunDirectory.write` takes; ``depths`` is derived from ``steps``."""
+
+TABLES = ("steps", "depths", "heads", "fused", "prompts", "cells")
+OPTIONAL = ("texts", "agreement", "shift")
+"""Tables that a run has only when it has rows for them."""
