@@ -1,4 +1,4 @@
-"""What a drafted token owes to: captured layers, fused input, token, fed-back state.
+"""What a drafted token owes to: captured layers, fused input, token, fed-back state, attention.
 
 Every function takes one text: ``tokens`` [S] target ids and ``aux`` [S, A*Ht] captured states
 (``Features.item`` has both). Anchors default to those whose deepest depth has a true token, and
@@ -12,23 +12,27 @@ and never zero: behind an RMSNorm a zero is no neutral value but a jump.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from driftlab.analysis.measures import cosine, share
+from driftlab.analysis.measures import cosine, region_masses, share
 from driftlab.config import Feedback
 from driftlab.errors import ConfigError, ContractError, DataError
 from driftlab.models.drafter import Drafter, Memory, State
-from driftlab.models.hooks import attach, capture
+from driftlab.models.hooks import Moment, attach, capture
+from driftlab.results.schema import REGIONS
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Mode = Literal["free", "forced"]
+
+COALITIONS = 16
+"""Coalitions of layers that are run as one batch."""
 
 
 # --- the exact split of the fused input ---------------------------------------------------------
@@ -109,7 +113,8 @@ def shapley(
     The players are the parts of the fused input. A layer that is absent has its part replaced
     by the part's mean over the text's positions, at every position at once: at the anchor and
     in all keys that the chain reads. Deeper depths feel it through the chain's own states. All
-    2^A coalitions are run, once each, and captum's ``ShapleyValues`` weighs them.
+    2^A coalitions are run, once each, as texts of one batch, and captum's ``ShapleyValues``
+    weighs them.
 
     Raises
     ------
@@ -121,33 +126,33 @@ def shapley(
     pieces = split(drafter, aux[:-1])
     count = len(pieces.parts)
     rest = pieces.fused - pieces.parts.sum(dim=0)  # the bias of fc
-    means = pieces.parts.mean(dim=1, keepdim=True)
-    seen: dict[tuple[bool, ...], Tensor] = {}
+    means = pieces.parts.mean(dim=1, keepdim=True).expand_as(pieces.parts)
+    coalitions = torch.tensor(list(itertools.product((False, True), repeat=count)))
+    found = []
     known = torch.ones(len(anchors), depth, dtype=torch.bool)
+    with torch.no_grad():
+        for block in coalitions.split(COALITIONS):
+            there = block[:, :, None, None]
+            fused = rest + torch.where(there, pieces.parts, means).sum(dim=1)
+            scores, known = _truths(
+                drafter, _chain(drafter, tokens, fused, depth, "forced", anchors)
+            )
+            found.append(scores)
+    worths = {
+        tuple(c): worth for c, worth in zip(coalitions.tolist(), torch.cat(found), strict=True)
+    }
 
     def worth(present: Tensor) -> Tensor:
         """[1, A] of ones and zeros -> [1, T * D]"""
-        coalition = tuple(bool(p) for p in present[0])
-        if coalition not in seen:
-            fused = rest + sum(
-                pieces.parts[i] if there else means[i] for i, there in enumerate(coalition)
-            )
-            found = []
-            for link in _chain(drafter, tokens, fused, depth, "forced", anchors):
-                truth = drafter.target_to_draft[link.truth]
-                known[:, link.depth - 1] = truth >= 0
-                log_q = link.logits.float().log_softmax(dim=-1)
-                found.append(log_q.gather(-1, truth.clamp(min=0)[:, None])[:, 0])
-            seen[coalition] = torch.stack(found, dim=1)
-        return seen[coalition].reshape(1, -1)
+        return worths[tuple(bool(p) for p in present[0])].reshape(1, -1)
 
     with torch.no_grad():
         values = ShapleyValues(worth).attribute(torch.ones(1, count))
     values = values.reshape(len(anchors), depth, count).permute(2, 0, 1)
-    present, absent = seen[(True,) * count], seen[(False,) * count]
+    present, absent = worths[(True,) * count], worths[(False,) * count]
     off = (values.sum(dim=0) - (present - absent)).abs()
     gap = float(off[known].max()) if bool(known.any()) else 0.0
-    return Shapley(anchors, values, present, absent, known, gap, len(seen))
+    return Shapley(anchors, values, present, absent, known, gap, len(worths))
 
 
 # --- integrated gradients -----------------------------------------------------------------------
@@ -160,6 +165,8 @@ def integrated_gradients(
     *,
     depth: int,
     anchors: Tensor,
+    depths: Sequence[int] | None = None,
+    background: Tensor | None = None,
     mode: Mode = "forced",
     steps: int = 32,
 ) -> pd.DataFrame:
@@ -168,9 +175,9 @@ def integrated_gradients(
     The step of (anchor, depth) is a function of three inputs, all else held fixed: the anchor's
     fused input (at depth 1 what the layer receives, deeper its depth-1 key and value), the
     embedding of the token that is read, and the fed-back state (depth >= 2). Baselines: means
-    over the text's positions of the fused input and of the embeddings, and over its anchors of
-    the state fed back at that depth. Cost: a forward and backward pass of ``steps`` rows for
-    each row of the result.
+    over the text's positions of the fused input and of the embeddings, and over ``background``
+    (anchors, by default all) of the state fed back at that depth. Cost: a forward and backward
+    pass of ``steps`` rows for each row of the result; ``depths`` takes some of 1..``depth``.
 
     Returns
     -------
@@ -186,46 +193,53 @@ def integrated_gradients(
 
     tokens, aux, anchors = _checked(tokens, aux, depth, anchors)
     everyone = torch.arange(len(tokens) - 1 - depth)
+    if background is not None:
+        everyone = torch.unique(torch.cat([background, anchors]))
     with torch.no_grad():
-        fused = drafter.fuse(aux[None, :-1])[0]
+        fused = drafter.fuse(aux[None, :-1])
         memory = drafter.new_memory()
         links = list(_chain(drafter, tokens, fused, depth, mode, everyone, memory))
-        means = [fused.mean(dim=0), drafter.embed_tokens(tokens).mean(dim=0)]
+        means = [fused[0].mean(dim=0), drafter.embed_tokens(tokens).mean(dim=0)]
     rows = []
-    for anchor, link in itertools.product(anchors.tolist(), links):
-        inputs = [fused[anchor], drafter.embed_tokens.weight[link.read[anchor]]]
-        baselines = list(means)
-        if link.depth > 1:
-            inputs.append(link.received[anchor])
-            baselines.append(link.received.mean(dim=0))
-        score = _score(drafter, memory, tokens, anchor, link)
-        given = tuple(x.detach().clone()[None, None].requires_grad_() for x in inputs)
-        base = tuple(b.detach()[None, None] for b in baselines)
-        found = IntegratedGradients(score).attribute(given, baselines=base, n_steps=steps)
-        parts = [float(part.detach().sum()) for part in found] + [0.0]
-        with torch.no_grad():
-            logit, lowest = float(score(*given)), float(score(*base))
-        rows.append(
-            {
-                "anchor": anchor,
-                "depth": link.depth,
-                "token": int(link.draft[anchor]),
-                "logit": logit,
-                "fused": parts[0],
-                "embedding": parts[1],
-                "feedback": parts[2],
-                "difference": logit - lowest,
-                "gap": sum(parts) - (logit - lowest),
-            }
-        )
+    for row, anchor in enumerate(everyone.tolist()):
+        if anchor not in anchors:
+            continue
+        for link in links:
+            if depths is not None and link.depth not in depths:
+                continue
+            inputs = [fused[0, anchor], drafter.embed_tokens.weight[link.read[0, row]]]
+            baselines = list(means)
+            if link.depth > 1:
+                inputs.append(link.received[0, row])
+                baselines.append(link.received[0].mean(dim=0))
+            score = _score(drafter, memory, tokens, anchor, row, link)
+            given = tuple(x.detach().clone()[None, None].requires_grad_() for x in inputs)
+            base = tuple(b.detach()[None, None] for b in baselines)
+            found = IntegratedGradients(score).attribute(given, baselines=base, n_steps=steps)
+            parts = [float(part.detach().sum()) for part in found] + [0.0]
+            with torch.no_grad():
+                logit, lowest = float(score(*given)), float(score(*base))
+            rows.append(
+                {
+                    "anchor": anchor,
+                    "depth": link.depth,
+                    "token": int(link.draft[0, row]),
+                    "logit": logit,
+                    "fused": parts[0],
+                    "embedding": parts[1],
+                    "feedback": parts[2],
+                    "difference": logit - lowest,
+                    "gap": sum(parts) - (logit - lowest),
+                }
+            )
     return pd.DataFrame(rows)
 
 
 def _score(
-    drafter: Drafter, memory: Memory, tokens: Tensor, anchor: int, link: _Link
+    drafter: Drafter, memory: Memory, tokens: Tensor, anchor: int, row: int, link: _Link
 ) -> Callable[..., Tensor]:
     """The drafted token's logit as a function of [n, 1, H] inputs, -> [n]."""
-    choice = int(drafter.target_to_draft[link.draft[anchor]])
+    choice = int(drafter.target_to_draft[link.draft[0, row]])
 
     def widened(pair: tuple[Tensor, Tensor], rows: slice, n: int) -> tuple[Tensor, Tensor]:
         k, v = (t[:, :, rows].detach().expand(n, -1, -1, -1) for t in pair)
@@ -240,10 +254,9 @@ def _score(
             newest = tokens[anchor + 1].expand(n, 1)
             state = drafter.step(newest, fused, own, depth=1)
             if received is not None:
-                row = slice(anchor, anchor + 1)  # row r of the chain is anchor r
-                earlier = link.depth - 2
-                own.chain = [[widened(p, row, n) for p in c[:earlier]] for c in memory.chain]
-                read = link.read[anchor].expand(n, 1)
+                one, earlier = slice(row, row + 1), link.depth - 2
+                own.chain = [[widened(p, one, n) for p in c[:earlier]] for c in memory.chain]
+                read = link.read[0, row].expand(n, 1)
                 state = drafter.step(read, received, own, depth=link.depth)
         return drafter.logits(state)[:, 0, choice]
 
@@ -284,7 +297,7 @@ def logit_lens(
     mid = f"layer.{last}.resid.mid" if last else "resid.mid"
     frames = []
     with torch.no_grad(), capture(drafter, ["feedback.in", mid, "state.pre"]) as kept:
-        fused = drafter.fuse(aux[None, :-1])[0]
+        fused = drafter.fuse(aux[None, :-1])
         for link in _chain(drafter, tokens, fused, depth, mode, anchors):
             truth = drafter.target_to_draft[link.truth]
             for name, site in zip(LENS, ("feedback.in", mid, "state.pre"), strict=True):
@@ -305,8 +318,8 @@ def logit_lens(
                             "depth": link.depth,
                             "site": name,
                             "token": best.numpy(),
-                            "says_previous": (best == link.read).numpy(),
-                            "says_draft": (best == link.draft).numpy(),
+                            "says_previous": (best == link.read[0]).numpy(),
+                            "says_draft": (best == link.draft[0]).numpy(),
                             "logprob": own.where(truth >= 0, torch.tensor(float("nan"))).numpy(),
                         }
                     )
@@ -324,39 +337,75 @@ def state_geometry(
     anchors: Tensor | None = None,
     mode: Mode = "forced",
 ) -> pd.DataFrame:
-    """How the state moves over depth: one row for each depth.
+    """How the state moves over depth: one row for each depth, means over the anchors.
+
+    A layer of a stack would refine one state: close to the state of the depth before. An
+    autoregressor starts anew at every token: close to what depth 1, which reads true states,
+    makes of the same token.
 
     Returns
     -------
-    Columns depth; ``cosine_previous``, mean cosine of ``state.pre`` with that of the depth
-    before (NaN at depth 1); ``effective_rank`` of the anchors' states (:func:`effective_rank`);
-    ``cosine_target``, mean cosine of ``state.post`` with the target's own state after its final
-    norm at the same position, ``last`` [S, Ht] (NaN without it, or where widths differ).
+    Columns depth; of ``state.pre``: ``cosine_previous`` with the same chain's depth before (NaN
+    at depth 1), ``cosine_same_token`` with the depth-1 state that guesses the same token, from
+    anchor t + depth - 1 (1 at depth 1; forced chains only read the same tokens), and
+    ``cosine_other``, mean over pairs of anchors at one depth: what unrelated states share.
+    ``cosine_target``: of ``state.post`` with the target's own state after its final norm at the
+    same position, ``last`` [S, Ht] (NaN without it, or where widths differ).
+    ``effective_rank`` of the anchors' ``state.pre`` (:func:`effective_rank`), and
+    ``effective_rank_target`` of the target's states at the same positions.
+    ``geometry_token``, ``geometry_anchor``: :func:`geometry` of ``state.pre`` and the target's
+    states at the token's position t + depth, and at the anchor's t (NaN without ``last``).
     """
     import pandas as pd
 
     tokens, aux, anchors = _checked(tokens, aux, depth, anchors)
+    nan = float("nan")
     rows = []
     previous: Tensor | None = None
-    comparable = last is not None and last.shape[-1] == drafter.config.hidden_size
-    with torch.no_grad():
-        fused = drafter.fuse(aux[None, :-1])[0]
+    with torch.no_grad(), capture(drafter, "state.pre", depths=[1]) as kept:
+        fused = drafter.fuse(aux[None, :-1])
         for link in _chain(drafter, tokens, fused, depth, mode, anchors):
-            pre, post = link.state.pre[0], link.state.post[0]
-            rows.append(
-                {
-                    "depth": link.depth,
-                    "cosine_previous": float("nan")
-                    if previous is None
-                    else float(cosine(pre, previous).mean()),
-                    "effective_rank": effective_rank(pre),
-                    "cosine_target": float(cosine(post, last[anchors + link.depth]).mean())
-                    if comparable and last is not None
-                    else float("nan"),
-                }
-            )
+            pre, post, d = link.state.pre[0], link.state.post[0], link.depth
+            fresh = kept["state.pre", 1][0, anchors + d - 1]
+            row = {
+                "depth": d,
+                "cosine_previous": nan if previous is None else float(cosine(pre, previous).mean()),
+                "cosine_same_token": float(cosine(pre, fresh).mean()),
+                "cosine_other": float(_pairs(pre).mean()) if len(pre) > 1 else nan,
+                "effective_rank": effective_rank(pre),
+                **dict.fromkeys(("cosine_target", "effective_rank_target"), nan),
+                **dict.fromkeys(("geometry_token", "geometry_anchor"), nan),
+            }
+            if last is not None:
+                own = last[anchors + d].to(post.dtype)
+                if own.shape[-1] == post.shape[-1]:
+                    row["cosine_target"] = float(cosine(post, own).mean())
+                row["effective_rank_target"] = effective_rank(own)
+                row["geometry_token"] = geometry(pre, own)
+                row["geometry_anchor"] = geometry(pre, last[anchors].to(post.dtype))
+            rows.append(row)
             previous = pre
     return pd.DataFrame(rows)
+
+
+def geometry(a: Tensor, b: Tensor) -> float:
+    """Whether two sets of states [N, H] and [N, H'] put the same things close to each other.
+
+    Pearson correlation, over pairs of rows, of the cosines within ``a`` and within ``b``, each
+    after its mean was taken away. Blind to rotation and scale, and to the widths. NaN below
+    three rows.
+    """
+    if len(a) < 3:
+        return float("nan")
+    near = torch.stack([_pairs(x.float() - x.float().mean(dim=0)) for x in (a, b)])
+    return float(torch.corrcoef(near)[0, 1])
+
+
+def _pairs(states: Tensor) -> Tensor:
+    """Cosine of every pair of rows, [N, H] -> [N (N - 1) / 2]."""
+    unit = torch.nn.functional.normalize(states.float(), dim=-1)
+    i, j = torch.triu_indices(len(unit), len(unit), offset=1)
+    return (unit @ unit.T)[i, j]
 
 
 def effective_rank(states: Tensor) -> float:
@@ -365,12 +414,108 @@ def effective_rank(states: Tensor) -> float:
     return float(torch.special.entr(values / values.sum()).sum().exp())
 
 
+# --- attention: how much goes where, and what it is worth ----------------------------------------
+
+EFFECTS = REGIONS[:4]
+"""Regions whose keys can be hidden. A query keeps its own key, so that something is left."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Attention mass of each region beside what its keys are worth to the target's token.
+
+    anchors: [T]. mass: [6, T, D], mean over heads of the first layer, in the order of ``REGIONS``.
+    direct, chain: [4, T, D] in nats, in the order of :data:`EFFECTS`: log-probability of the
+    truth with all keys minus that without the region's. ``direct`` hides them from the query
+    of that depth alone, on the states and keys of the untouched chain; ``chain`` at every depth
+    up to it. Positive: the region helps.
+    present: [T, D] log-probability with all keys. known: bool [T, D], the truth has a draft id.
+    """
+
+    anchors: Tensor
+    mass: Tensor
+    direct: Tensor
+    chain: Tensor
+    present: Tensor
+    known: Tensor
+
+
+def attention_effects(
+    drafter: Drafter,
+    tokens: Tensor,
+    aux: Tensor,
+    *,
+    depth: int,
+    sink: Tensor,
+    prompt_len: int,
+    anchors: Tensor | None = None,
+) -> Effects:
+    """Hide each region's keys before the softmax, in every head and layer, of forced chains.
+
+    Regions are those of :func:`driftlab.analysis.measures.region_masses`; the keys that are left
+    share the mass in their own proportions. ``sink``: bool [S], the positions that count as
+    sink. A drafter of several layers makes its later layers' keys from what attention wrote, so
+    there the keys of other positions feel what is hidden at depth 1 as well.
+
+    Raises
+    ------
+    DataError: an anchor without a true token at ``depth``.
+    """
+    tokens, aux, anchors = _checked(tokens, aux, depth, anchors)
+    key = torch.arange(len(tokens) - 1)
+    marked = sink[: len(key)]
+    prompt = (key < prompt_len) & ~marked
+    nothing = torch.zeros_like(marked)
+    # One batch: nothing hidden, then one region each. The chain's keys are no prefix.
+    hidden = torch.stack([nothing, marked, prompt, ~(marked | prompt), nothing])
+
+    def hide(scores: Tensor, moment: Moment) -> Tensor:
+        own, rows = moment.depth - 1, scores.shape[-2]
+        seen = scores.shape[-1] - own
+        where = hidden[:, None, :seen].expand(-1, rows, -1)
+        if moment.depth == 1:
+            where = where & (key[:seen] != moment.anchors[:, None])
+        drafts = torch.zeros(len(hidden), rows, own, dtype=torch.bool)
+        drafts[-1, :, :-1] = True
+        return scores.masked_fill(torch.cat([where, drafts], dim=-1)[:, None], float("-inf"))
+
+    masses: list[list[Tensor]] = [[] for _ in range(depth)]
+
+    def watch(pattern: Tensor, moment: Moment) -> None:
+        rows = torch.isin(moment.anchors, anchors)
+        found = region_masses(
+            pattern[:1, :, rows],
+            moment.anchors[rows],
+            moment.depth,
+            sink[None],
+            torch.tensor([prompt_len]),
+        )
+        masses[moment.depth - 1].append(found[0].mean(dim=0))
+
+    with torch.no_grad(), attach(drafter, "*attn.scores", hide):
+        fused = drafter.fuse(aux[None, :-1]).expand(len(hidden), -1, -1)
+        with attach(drafter, "attn.pattern", watch):
+            links = _chain(drafter, tokens, fused, depth, "forced", anchors, restore=True)
+            alone, known = _truths(drafter, links)
+        links = _chain(drafter, tokens, fused, depth, "forced", anchors)
+        onwards, _ = _truths(drafter, links)
+    mass = torch.stack([torch.cat(blocks) for blocks in masses], dim=1)  # [T, D, 6]
+    return Effects(
+        anchors,
+        mass.permute(2, 0, 1),
+        alone[:1] - alone[1:],
+        onwards[:1] - onwards[1:],
+        alone[0],
+        known,
+    )
+
+
 # --- chains -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Link:
-    """One depth of every anchor: tokens [T], received [T, H], logits [T, Vd]; state has B = 1."""
+    """One depth of every anchor: truth [T]; read, draft [B, T]; received, logits [B, T, ..]."""
 
     depth: int
     read: Tensor
@@ -412,19 +557,54 @@ def _chain(
     mode: Mode,
     anchors: Tensor,
     memory: Memory | None = None,
+    *,
+    restore: bool = False,
 ) -> Iterator[_Link]:
-    """Chains of ``anchors`` from given fused inputs [S - 1, H]; engines.anchors on one text."""
+    """Chains of ``anchors`` of one text from B given fused inputs [B, S - 1, H].
+
+    ``restore``: every row goes on from row 0's state and keys, so that what a hook changed in
+    another row at one depth is not handed on to the next.
+    """
     memory = drafter.new_memory() if memory is None else memory
-    state = drafter.step(tokens[None, 1:], fused[None], memory, depth=1)
+    batch = len(fused)
+    state = drafter.step(tokens[1:].expand(batch, -1), fused, memory, depth=1)
     memory.select(anchors)
     state = state.select(anchors)
-    read, received = tokens[anchors + 1], fused[anchors]
+    read, received = tokens[anchors + 1].expand(batch, -1), fused[:, anchors]
     draft = read
     for d in range(1, depth + 1):
         if d > 1:
-            read = draft if mode == "free" else tokens[anchors + d]
-            received = state.feedback[0]
-            state = drafter.step(read[None], state.feedback, memory, depth=d)
-        logits = drafter.logits(state)[0]
+            read = draft if mode == "free" else tokens[anchors + d].expand(batch, -1)
+            received = state.feedback
+            if restore:
+                received = _first(received)
+                _restore(memory)
+            state = drafter.step(read, received, memory, depth=d)
+        logits = drafter.logits(state)
         draft = drafter.to_target(logits.argmax(dim=-1))
         yield _Link(d, read, draft, tokens[anchors + 1 + d], received, logits, state)
+
+
+def _first(x: Tensor) -> Tensor:
+    return x[:1].expand_as(x)
+
+
+def _restore(memory: Memory) -> None:
+    """Give every row of the batch the newest keys and values of the first."""
+    for i, (prefix, chain) in enumerate(zip(memory.prefix, memory.chain, strict=True)):
+        if chain:
+            chain[-1] = (_first(chain[-1][0]), _first(chain[-1][1]))
+        elif prefix is not None:
+            memory.prefix[i] = (_first(prefix[0]), _first(prefix[1]))
+
+
+def _truths(drafter: Drafter, links: Iterable[_Link]) -> tuple[Tensor, Tensor]:
+    """Log-probability of the truth [B, T, D] in nats, and whether it has a draft id [T, D]."""
+    scores, known = [], []
+    for link in links:
+        truth = drafter.target_to_draft[link.truth]
+        index = truth.clamp(min=0)[None, :, None].expand(len(link.logits), -1, -1)
+        log_q = link.logits.float().log_softmax(dim=-1)
+        scores.append(log_q.gather(-1, index)[..., 0])
+        known.append(truth >= 0)
+    return torch.stack(scores, dim=-1), torch.stack(known, dim=-1)
