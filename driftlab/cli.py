@@ -146,6 +146,27 @@ def _refuse_other_probe(out: Path, asked: list[object]) -> None:
 
 
 @app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(help="A run directory with its drafters.")],
+    limit: Annotated[int, typer.Option(min=1, help="At most this many prompts.")] = 24,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: depth=4")
+    ] = None,
+) -> None:
+    """Explain a run's drafters: layers, inputs, states, and attention mass against effect."""
+    from driftlab.config import build_explain
+    from driftlab.engines.explain import explain_run
+
+    spec = build_explain(tuple(settings), where="driftlab explain") if settings else None
+    found = explain_run(run, spec, limit=limit)
+    for answer in found.answers():
+        typer.echo(f"- {answer.sentence}")
+    typer.echo("")
+    typer.echo(f"basis:   {found.basis}")
+    typer.echo(f"table:   {run / 'explained.parquet'}")
+
+
+@app.command()
 def doctor(
     target: Target,
     drafter: DrafterPath,

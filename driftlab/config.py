@@ -6,7 +6,7 @@ import json
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -283,10 +283,12 @@ class ExplainSpec(Frozen):
 
     depth: Count = 8
     anchors: Count = 24  # of each text, at even distances
+    state_anchors: Count = 96  # the same, where only states are compared
     sink: Literal["first", "auto"] | tuple[int, ...] = "first"
     gradient_depths: tuple[Count, ...] = (1, 2, 4, 8)
     gradient_anchors: Count = 2  # of each text, among its anchors
-    gradient_steps: Count = 16  # of the integral
+    gradient_steps: Count = 16  # of the integral; doubled, up to 16 times as many, where it is
+    gradient_gap: Annotated[float, Field(gt=0)] = 0.05  # off by more logits than this
 
     @model_validator(mode="after")
     def _consistent(self) -> ExplainSpec:
@@ -354,11 +356,26 @@ def build_experiment(
     """Validate a parsed experiment; see :func:`read_experiment`."""
     for override in overrides:
         _apply(data, override)
+    return _validated(Experiment, data, where)
+
+
+def build_explain(overrides: tuple[str, ...], *, where: str) -> ExplainSpec:
+    """The default settings with ``key=toml-value`` overrides. Raises ConfigError."""
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply(data, override)
+    return _validated(ExplainSpec, data, where)
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def _validated(kind: type[Settings], data: dict[str, Any], where: str) -> Settings:
     try:
         # As JSON, because its strict mode takes a list for a tuple and a word for an enum, but
         # neither true for 1 nor "1" for 1.
         text = json.dumps(data, default=_refuse_date)
-        return Experiment.model_validate_json(text, strict=True)
+        return kind.model_validate_json(text, strict=True)
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, found {e['input']!r:.80}"
