@@ -1,0 +1,593 @@
+"""Two runs side by side, paired; or one run beside what a serving engine counted.
+
+Runs are compared only where they are alike: same target, same texts, same depth, sink and
+anchors. What differs beyond that is what the comparison is about (the drafters), and is listed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from driftlab.errors import RunError
+from driftlab.results.records import RunDirectory, Tables
+from driftlab.results.slices import (
+    Group,
+    Mode,
+    Slice,
+    TextKind,
+    groups,
+    modes,
+    take,
+    text_kinds,
+)
+from driftlab.results.stats import Estimate, Sample, count, estimate, holm
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ALPHA = 0.05
+ACCURACY_DEPTHS = (1, 2, 4, 8, 16)
+PAPER_DEPTH = 8
+"""Growth is from depth 1 to this depth, as in arXiv 2605.09992."""
+
+Source = RunDirectory | Tables | str | Path
+
+
+# --- what is compared -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """A group of cells of one run. ``seeds`` are those that are compared."""
+
+    run: str
+    group: Group
+    tables: Tables = field(repr=False)
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        text = "seed" if len(self.seeds) == 1 else "seeds"
+        return f"{self.group.label}, {text} {', '.join(map(str, self.seeds))}"
+
+    def cells(self) -> dict[int, str]:
+        """Seed -> cell."""
+        found, cells = groups(self.tables)
+        cells = cells[cells["group"] == found.index(self.group)]
+        by_seed = dict(zip(cells["seed"].astype(int), cells["cell"].astype(str), strict=True))
+        return {seed: by_seed[seed] for seed in self.seeds}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure of a pair. ``effect`` is B - A, or B / A for growth; ``p`` is Holm-adjusted."""
+
+    pair: str
+    measure: str
+    a: Estimate
+    b: Estimate
+    effect: Estimate
+    p: float
+
+    @property
+    def shown(self) -> bool:
+        """The difference survives the correction."""
+        return not math.isnan(self.p) and self.p < ALPHA and self.effect.differs
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired differences of two runs. ``str()`` is what the command prints.
+
+    pairs: what was compared with what. differences: settings that differ and may.
+    """
+
+    pairs: tuple[tuple[Side, Side], ...]
+    rows: tuple[Row, ...]
+    basis: str
+    differences: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def table(self) -> pd.DataFrame:
+        """One row a measure: A, B, the difference (each an Estimate) and the Holm-adjusted p."""
+        import pandas as pd
+
+        columns = ("pair", "measure", "a", "b", "effect", "p")
+        data = {c: [getattr(row, c) for row in self.rows] for c in columns}
+        return pd.DataFrame(data, dtype=object).set_index(["pair", "measure"])
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The differences that survive the correction, then what else was looked at."""
+        out = []
+        for side_a, side_b in self.pairs:
+            pair = _pair_name(side_a, side_b)
+            rows = [row for row in self.rows if row.pair == pair]
+            prefix = f"{pair}: " if len(self.pairs) > 1 else ""
+            for row in rows:
+                if row.shown:
+                    move = f"{row.measure} goes from {row.a.short} (A) to {row.b.short} (B)"
+                    kind = "ratio" if row.effect.unit == "x" else "paired difference"
+                    out.append(f"{prefix}{move}, {kind} {row.effect.short}, p = {_p(row.p)}.")
+            rest = [row.measure for row in rows if not row.shown]
+            if len(rest) == len(rows):
+                out.append(f"{prefix}no measure differs beyond chance.")
+            elif rest:
+                out.append(f"{prefix}no evidence of a difference in {', '.join(rest)}.")
+        return tuple(out)
+
+    def __str__(self) -> str:
+        return "\n".join(_page(self)) + "\n"
+
+
+def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comparison:
+    """Paired comparison of two runs, or of two cells.
+
+    Parameters
+    ----------
+    a, b: a run directory, its path, or ``PATH:CELL`` where CELL is a cell (``none+pre_norm/s0``)
+        or the label of a variant. Without CELL, every variant that both runs hold is compared;
+        runs of one variant each are compared whatever its name.
+    kind: text that the numbers come from (``sampled``, ``greedy``, ``given``); the headline's
+        by default.
+
+    Raises
+    ------
+    RunError: no such run or cell, or the runs are not alike. The message names every setting
+        that differs, with both values, and what to do.
+    """
+    runs = [_open(source) for source in (a, b)]
+    kind = _kind(runs, kind)
+    _refuse_unlike(runs, kind)
+    pairs = _pairs(runs, kind)
+    made: list[tuple[str, _Pair]] = []
+    for side_a, side_b in pairs:
+        made += [(_pair_name(side_a, side_b), p) for p in _measured(side_a, side_b, kind)]
+    adjusted = holm({str(i): p.effect for i, (_, p) in enumerate(made)})
+    rows = tuple(
+        Row(name, p.measure, p.a, p.b, p.effect, adjusted.get(str(i), math.nan))
+        for i, (name, p) in enumerate(made)
+    )
+    n = max((row.effect.n for row in rows), default=0)
+    seeds = max((row.effect.seeds for row in rows), default=1)
+    drawn = "seeds and prompts" if seeds > 1 else "prompts"
+    basis = (
+        f"{kind}, {count(n, seeds)}, paired; 95% bootstrap intervals over {drawn}; "
+        f"p corrected for {len(adjusted)} comparisons (Holm)"
+    )
+    return Comparison(
+        pairs=tuple(pairs),
+        rows=rows,
+        basis=basis,
+        differences=tuple(_allowed_differences(runs)),
+        notes=tuple(_notes(runs, pairs, kind)),
+    )
+
+
+class _Run(NamedTuple):
+    name: str
+    tables: Tables
+    cell: str | None
+    directory: RunDirectory | None
+
+
+def _open(source: Source) -> _Run:
+    if isinstance(source, Tables):
+        return _Run(str(source.manifest.get("name", "run")), source, None, None)
+    if isinstance(source, RunDirectory):
+        return _Run(str(source.path), source.tables(), None, source)
+    path, cell = split_cell(str(source))
+    run = RunDirectory.open(path)
+    return _Run(str(path), run.tables(), cell, run)
+
+
+def split_cell(source: str) -> tuple[Path, str | None]:
+    """``RUN:CELL`` -> (RUN, CELL); a path that exists is taken whole."""
+    if Path(source).exists() or ":" not in source:
+        return Path(source), None
+    path, _, cell = source.partition(":")
+    while not Path(path).exists() and ":" in cell:
+        more, _, cell = cell.partition(":")
+        path = f"{path}:{more}"
+    return Path(path), cell
+
+
+def _kind(runs: Sequence[_Run], asked: TextKind | str | None) -> TextKind:
+    """The kind of text that both runs have, the headline's first."""
+    kinds = [text_kinds(run.tables) for run in runs]
+    if isinstance(asked, str):
+        kinds = [tuple(k for k in there if k.text == asked) for there in kinds]
+    elif asked is not None:
+        kinds = [tuple(k for k in there if k == asked) for there in kinds]
+    shared = [k for k in kinds[0] if k in kinds[-1]]
+    if shared:
+        return shared[0]
+    listed = "; ".join(f"{run.name}: {', '.join(map(str, text_kinds(run.tables)))}" for run in runs)
+    wanted = f"no {asked} text" if asked is not None else "no kind of text"
+    raise RunError(
+        f"{wanted} is in both runs" if len(runs) > 1 else f"the run has {wanted}",
+        got=listed,
+        remedy="Measure both at the same temperature (text.temperatures, or --temperature).",
+    )
+
+
+def _pairs(runs: Sequence[_Run], kind: TextKind) -> list[tuple[Side, Side]]:
+    options = [_sides(run, kind) for run in runs]
+    if all(len(o) == 1 for o in options):
+        return [(options[0][0], options[1][0])]
+    if any(run.cell is not None for run in runs):
+        several = next(r for r, o in zip(runs, options, strict=True) if len(o) > 1)
+        raise RunError(
+            f"{several.name} has several variants, and the other side is one cell",
+            got=", ".join(s.group.label for s in options[runs.index(several)]),
+            remedy=f"Name one there too: {several.name}:CELL.",
+        )
+    second = {side.group.label: side for side in options[1]}
+    found = [(side, second[side.group.label]) for side in options[0] if side.group.label in second]
+    if not found:
+        listed = "; ".join(
+            f"{run.name}: {', '.join(s.group.label for s in o)}"
+            for run, o in zip(runs, options, strict=True)
+        )
+        raise RunError(
+            "the runs have no variant in common",
+            got=listed,
+            remedy="Name a cell on either side: RUN:CELL.",
+        )
+    return found
+
+
+def _sides(run: _Run, kind: TextKind) -> list[Side]:
+    """The groups of a run, or the one that was named."""
+    piece = take(run.tables, modes(run.tables)[0], kind)
+    cells = run.tables.cells
+    sides = []
+    for group in piece.groups:
+        seeds = np.isfinite(piece.at(group, "n", piece.index[0])).any(axis=1)
+        numbers = tuple(s for s, there in zip(piece.seeds, seeds, strict=True) if there)
+        sides.append(Side(run.name, group, run.tables, numbers))
+    if run.cell is None:
+        return sides
+    by_label = [s for s in sides if run.cell in (s.group.label, s.group.variant)]
+    if len(by_label) == 1:
+        return by_label
+    row = cells[cells["cell"].astype(str) == run.cell]
+    if len(row) == 1:
+        seed = row["seed"].fillna(0).astype(int).iloc[0]
+        for side in sides:
+            same = (side.group.variant, side.group.condition, side.group.axis) == tuple(
+                str(row[c].iloc[0]) for c in ("variant", "condition", "axis")
+            )
+            ttt = row["ttt"].iloc[0]
+            if same and seed in side.seeds and side.group.ttt in (None, ttt):
+                return [replace(side, seeds=(int(seed),))]
+    raise RunError(
+        f"{run.name} has no finished cell {run.cell!r} with {kind}",
+        remedy=f"Cells: {', '.join(cells['cell'].astype(str))}.",
+    )
+
+
+def one_side(
+    source: Source, kind: TextKind | str | None
+) -> tuple[Side, TextKind, RunDirectory | None]:
+    """The one group of a run, or of ``RUN:CELL``, with free chains; and its directory.
+
+    Raises RunError when there is no such cell, or several groups to choose from.
+    """
+    run = _open(source)
+    chosen = _kind([run], kind)
+    sides = _sides(run, chosen)
+    if len(sides) > 1:
+        raise RunError(
+            f"{run.name} has several variants",
+            got=", ".join(s.group.label for s in sides),
+            remedy=f"Name one: {run.name}:CELL.",
+        )
+    return sides[0], chosen, run.directory
+
+
+def _pair_name(a: Side, b: Side) -> str:
+    if a.group.label == b.group.label:
+        return a.group.label
+    return f"{b.group.label} against {a.group.label}"
+
+
+# --- are they alike? --------------------------------------------------------------------------
+
+_MEASURE = {
+    "depth": "measured depth",
+    "sink": "sink set",
+    "recent": "recent window",
+    "max_anchors": "anchors of a text",
+}
+
+
+def _setting(tables: Tables, *names: str) -> Any:
+    value: Any = tables.manifest
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _refuse_unlike(runs: Sequence[_Run], kind: TextKind) -> None:
+    a, b = (run.tables for run in runs)
+    faults: list[tuple[str, str]] = []
+
+    def differ(what: str, first: object, second: object, remedy: str) -> None:
+        faults.append((f"{what}: {first} and {second}", remedy))
+
+    targets = [_setting(t, "inputs", "target") for t in (a, b)]
+    if targets[0] != targets[1]:
+        differ("target", _target_name(a), _target_name(b), "Acceptance is that of a pair: measure both on one target.")
+    for name, text in _MEASURE.items():
+        values = [_setting(t, "config", "measure", name) for t in (a, b)]
+        if values[0] != values[1]:
+            differ(text, values[0], values[1], f"Measure one of them again with measure.{name} of the other.")
+    if not faults:
+        _texts(runs, kind, differ)
+    if faults:
+        raise RunError(
+            f"{runs[0].name} and {runs[1].name} are not alike",
+            got="; ".join(text for text, _ in faults),
+            remedy=" ".join(dict.fromkeys(remedy for _, remedy in faults)),
+        )
+
+
+def _target_name(tables: Tables) -> str:
+    name = (
+        _setting(tables, "config", "target", "source")
+        or _setting(tables, "resolved", "target.source", "value")
+        or "unnamed"
+    )
+    return f"{name} ({str(_setting(tables, 'inputs', 'target'))[:12]})"
+
+
+def _texts(
+    runs: Sequence[_Run], kind: TextKind, differ: Callable[[str, object, object, str], None]
+) -> None:
+    """Same continuation of every shared prompt, the same anchors in each."""
+    frames = []
+    for run in runs:
+        rows = run.tables.prompts
+        rows = rows[rows["text"].astype(str) == kind.text]
+        frames.append(rows.assign(prompt=rows["prompt"].astype(str)).set_index("prompt"))
+    shared = frames[0].index.intersection(frames[1].index)
+    if not len(shared):
+        names = [f"{', '.join(f.index[:3])}, ..." for f in frames]
+        differ("prompts, none in common", names[0], names[1], "Measure both on the same prompts.")
+        return
+    for column, what, remedy in (
+        (
+            "tokens_sha",
+            "text",
+            "The target wrote other text: measure both with the same prompts, temperature, "
+            "length and text seed (a shared cache gives the same texts).",
+        ),
+        ("n_prompt", "rendered prompt", "Measure both with the same template and BOS."),
+        ("n_anchors", "anchors", "Measure both with the same depth, length and max_anchors."),
+    ):
+        values = [f.loc[shared, column].astype(str) for f in frames]
+        odd = shared[(values[0] != values[1]).to_numpy()]
+        if len(odd):
+            first = odd[0]
+            shown = [f"{str(v[first])[:12]}" for v in values]
+            where = f"{what} of {len(odd)} of {len(shared)} prompts, first {first}"
+            differ(where, shown[0], shown[1], remedy)
+            return
+
+
+def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
+    """Settings that differ and may: they are what is compared."""
+    flat = [dict(_flat(_setting(run.tables, "config"))) for run in runs]
+    skip = ("name", "question", "workers", "threads", "measure.bootstrap", "seeds", "axes")
+    for key in sorted(flat[0].keys() | flat[1].keys()):
+        values = [f.get(key, "not set") for f in flat]
+        if values[0] != values[1] and not key.startswith(skip):
+            yield f"{key}: {values[0]} (A), {values[1]} (B)"
+
+
+def _flat(value: object, prefix: str = "") -> Iterable[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tuple(value) if isinstance(value, list) else value
+
+
+def _notes(
+    runs: Sequence[_Run], pairs: Sequence[tuple[Side, Side]], kind: TextKind
+) -> Iterable[str]:
+    rows = [r.tables.prompts[r.tables.prompts["text"].astype(str) == kind.text] for r in runs]
+    names = [set(r["prompt"].astype(str)) for r in rows]
+    if names[0] != names[1]:
+        both = names[0] & names[1]
+        yield (
+            f"{len(both)} prompts are in both runs; {len(names[0] - both)} of A and "
+            f"{len(names[1] - both)} of B were left out"
+        )
+    loops = {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
+    if loops & names[1]:
+        yield f"{len(loops & names[1])} texts run in a loop, see the runs' reports"
+    for a, b in pairs:
+        if set(a.seeds) == set(b.seeds):
+            continue
+        shared = sorted(set(a.seeds) & set(b.seeds))
+        if shared:
+            listed = ", ".join(map(str, shared))
+            yield f"{_pair_name(a, b)}: paired by seeds {listed}, which both have"
+        else:
+            yield (
+                f"{_pair_name(a, b)}: no seed in common; each prompt's mean over seeds was "
+                "compared, and the noise of training is not in the intervals"
+            )
+    if any(len(set(a.seeds) & set(b.seeds)) == 1 for a, b in pairs):
+        yield "one seed: the noise of training is not in the intervals"
+
+
+# --- measures ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Measure:
+    name: str
+    mode: Mode | None
+    sample: Callable[[Slice, Group], Sample]
+    ratio: bool = False
+    unit: str = ""
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Pair:
+    measure: str
+    a: Estimate
+    b: Estimate
+    effect: Estimate
+
+
+def _measures(there: Sequence[Mode], depths: Sequence[int], states: int) -> list[_Measure]:
+    """Every measure that both runs have."""
+    first, last = depths[0], depths[-1]
+    paper = PAPER_DEPTH if PAPER_DEPTH in depths else last
+    out: list[_Measure] = []
+
+    def add(name: str, mode: Mode | None, sample: Callable[..., Sample], **more: Any) -> None:
+        out.append(_Measure(name, mode, sample, **more))
+
+    if "free" in there:
+        add("acceptance length (bonus included)", "free", Slice.accepted_drafts, offset=1.0)
+        for d in (d for d in depths if d in ACCURACY_DEPTHS):
+            add(f"conditional acceptance @{d}", "free", lambda p, g, d=d: p.conditional(g, d))
+    if "forced" in there:
+        for d in (d for d in depths if d in ACCURACY_DEPTHS):
+            add(f"forced accuracy @{d}", "forced", lambda p, g, d=d: p.accuracy(g, d))
+    drift: Mode = "free" if "free" in there else "forced"
+    if last > first:
+        for name, column in (("state", "state_pre"), ("fed back", "feedback")):
+            add(
+                f"growth {first}-{paper}, {name}",
+                drift,
+                lambda p, g, c=column: p.change(g, f"log_rms_{c}", first, paper),
+                ratio=True,
+            )
+    for column, text in (("sink", "sink"), ("draft_mass", "own drafts"), ("entropy", "entropy")):
+        unit = "nats" if column == "entropy" else ""
+        for d in dict.fromkeys((first, last)):
+            if (column, d) != ("draft_mass", 1):  # a chain of one draft has no earlier ones
+                add(f"{text} @{d}", drift, lambda p, g, c=column, d=d: p.mean(g, c, d), unit=unit)
+    for i in range(states if states > 1 else 0):
+        add(f"share of captured state {i}", None, lambda p, g, i=i: p.mean(g, "share", i))
+    return out
+
+
+def _measured(a: Side, b: Side, kind: TextKind) -> Iterable[_Pair]:
+    """Estimates of both sides and of their paired difference, for every shared measure."""
+    there = [m for m in modes(a.tables) if m in modes(b.tables)]
+    depths = take(a.tables, there[0], kind).index
+    states = [len(t.fused["layer"].unique()) if len(t.fused) else 0 for t in (a.tables, b.tables)]
+    for measure in _measures(there, depths, min(states) if states[0] == states[1] else 0):
+        table: Any = "fused" if measure.mode is None else "depths"
+        pieces = [take(s.tables, measure.mode, kind, table=table) for s in (a, b)]
+        if any(s.group not in p.groups for s, p in zip((a, b), pieces, strict=True)):
+            continue
+        samples = [measure.sample(p, s.group) for p, s in zip(pieces, (a, b), strict=True)]
+        first, second = _align(samples, pieces, (a, b))
+        draws = max(p.resamples for p in pieces)
+        options: dict[str, Any] = {"ratio": measure.ratio, "unit": measure.unit}
+        options["resamples"] = draws
+        effect = estimate([second, first], [1, -1], **options)
+        if math.isnan(effect.value):
+            continue
+        both = np.isfinite(first.values) & np.isfinite(second.values)
+        levels = [
+            estimate(Sample(np.where(both, s.values, np.nan), s.weights), **options)
+            for s in (first, second)
+        ]
+        level_a, level_b = (_shift(level, measure.offset) for level in levels)
+        yield _Pair(measure.name, level_a, level_b, effect)
+
+
+def _align(
+    samples: Sequence[Sample], pieces: Sequence[Slice], sides: Sequence[Side]
+) -> tuple[Sample, Sample]:
+    """Both samples over the same prompts, and over the same seeds or their mean."""
+    prompts = [p for p in pieces[0].prompts if p in set(pieces[1].prompts)]
+    shared = [s for s in sides[0].seeds if s in sides[1].seeds]
+    out = []
+    for sample, piece, side in zip(samples, pieces, sides, strict=True):
+        columns = [piece.prompts.index(p) for p in prompts]
+        rows = [piece.seeds.index(s) for s in (shared or side.seeds)]
+        values = sample.values[np.ix_(rows, columns)]
+        weights = None if sample.weights is None else sample.weights[np.ix_(rows, columns)]
+        if not shared:
+            values, weights = _mean_over_seeds(values, weights)
+        out.append(Sample(values, weights))
+    return out[0], out[1]
+
+
+def _mean_over_seeds(
+    values: np.ndarray, weights: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    there = np.isfinite(values)
+    weight = there.astype(float) if weights is None else np.where(there, weights, 0.0)
+    total = weight.sum(axis=0, keepdims=True)
+    summed = (np.where(there, values, 0.0) * weight).sum(axis=0, keepdims=True)
+    mean = np.full_like(total, np.nan)
+    np.divide(summed, total, out=mean, where=total > 0)
+    return mean, None if weights is None else total
+
+
+def _shift(value: Estimate, by: float) -> Estimate:
+    if not by:
+        return value
+    return replace(value, value=value.value + by, low=value.low + by, high=value.high + by)
+
+
+# --- as text ----------------------------------------------------------------------------------
+
+
+def _page(c: Comparison) -> Iterable[str]:
+    for a, b in c.pairs:
+        yield f"A  {a.run}  {a.label}"
+        yield f"B  {b.run}  {b.label}"
+    yield f"{c.basis}; effect: B - A, for growth B / A (x)"
+    yield ""
+    columns = ("measure", "A", "B", "effect", "p", "n")
+    for a, b in c.pairs:
+        pair = _pair_name(a, b)
+        if len(c.pairs) > 1:
+            yield pair
+        rows = [
+            (r.measure, r.a.short, r.b.short, r.effect.short, _p(r.p), str(r.effect.n))
+            for r in c.rows
+            if r.pair == pair
+        ]
+        yield from aligned([columns, *rows])
+        yield ""
+    yield from (f"- {sentence}" for sentence in c.sentences)
+    if c.differences:
+        yield ""
+        yield "Settings that differ:"
+        yield from (f"- {text}" for text in c.differences)
+    if c.notes:
+        yield ""
+        yield from (f"note: {text}" for text in c.notes)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Rows of words as lines with columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+
+
+def _p(p: float) -> str:
+    if math.isnan(p):
+        return "n/a"
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
