@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from driftlab.config import Experiment, Feedback, FusionNorm, build_experiment, read_experiment
 from driftlab.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from driftlab.config import Experiment
     from driftlab.models.target import Target as LoadedTarget
     from driftlab.results.records import RunDirectory
 
-# torch and transformers take seconds to import, so each verb imports what it needs.
+# Each verb imports what it needs: torch takes seconds, and even the settings take a quarter.
 
 app = typer.Typer(
     help="Measure why drafted tokens stop being accepted as a drafter drafts deeper.",
@@ -47,6 +47,9 @@ def ablate(
     suite: Annotated[
         str | None, typer.Option(help="Packaged experiment; micro when no file is named.")
     ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Run it on another target: micro, smollm2, or a file.")
+    ] = None,
     out: Out = None,
     settings: Settings = None,
     strict: Strict = False,
@@ -58,11 +61,13 @@ def ablate(
             got=f"{experiment} and {suite}",
             remedy="Give one of the two.",
         )
+    from driftlab.config import read_experiment
+
     overrides = tuple(settings or ())
     spec = (
         _suite(suite or "micro", overrides)
         if experiment is None
-        else read_experiment(experiment, overrides)
+        else read_experiment(experiment, overrides, base=base)
     )
     _run(spec, out or Path("runs") / spec.name, strict=strict, command=context.obj)
 
@@ -72,8 +77,8 @@ def train(
     context: typer.Context,
     target: Target,
     data: Annotated[str, typer.Option(help="Prompts that the target continues, or texts.")],
-    fusion_norm: FusionNorm = FusionNorm.none,
-    feedback: Feedback = Feedback.pre_norm,
+    fusion_norm: Annotated[str, typer.Option(help="none, per_layer or concat.")] = "none",
+    feedback: Annotated[str, typer.Option(help="pre_norm or post_norm.")] = "pre_norm",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     given: Annotated[
         bool, typer.Option(help="DATA holds whole texts; learn from them as they are.")
@@ -83,6 +88,8 @@ def train(
     strict: Strict = False,
 ) -> None:
     """Train one drafter and measure it on held-out prompts."""
+    from driftlab.config import build_experiment
+
     name = f"{fusion_norm}-{feedback}-s{seed}"
     micro = target == "micro"
     source = {"given": data} if given else {"train_prompts": data}
@@ -93,7 +100,7 @@ def train(
         "workers": 1,
         "target": {"source": target, **({"boundaries": [0, 1, 2]} if micro else {})},
         "text": {**text, "train_tokens": 16_000 if micro else 150_000},
-        "axes": {"fusion_norm": [fusion_norm.value], "feedback": [feedback.value]},
+        "axes": {"fusion_norm": [fusion_norm], "feedback": [feedback]},
     }
     spec = build_experiment(raw, tuple(settings or ()), where="driftlab train")
     out = out or Path("runs") / spec.name
@@ -267,7 +274,7 @@ def figures(
         run, folder = RunDirectory.open(source), out or source / "figures"
         stale = papers.changed_tables(run) + papers.stale(run, folder) if check else []
         if not check:
-            for name, paths in save_figures(run, folder).items():
+            for name, paths in save_figures(run, folder, processes=_cores()).items():
                 typer.echo(f"{name}: {paths['png']}")
     if stale:
         raise RunError(
@@ -289,15 +296,23 @@ def report(
     typer.echo(str(write_report(RunDirectory.open(run), out or run / "report.html")))
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    count = getattr(os, "sched_getaffinity", None)
+    return len(count(0)) if count else os.cpu_count() or 1
+
+
 def _open_target(source: str) -> LoadedTarget:
     from driftlab.config import TargetSpec
-    from driftlab.experiment import open_target
+    from driftlab.experiment.texts import open_target
 
     return open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
 
 
 def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
     from importlib import resources
+
+    from driftlab.config import read_experiment
 
     folder = resources.files("driftlab.data") / "suites"
     known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml"))

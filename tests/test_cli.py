@@ -34,7 +34,7 @@ Call = Callable[..., tuple[int, str, str]]
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Work in the shared folder, with cells in this process and one figure for all of them."""
 
-    def one(run: Any, out: str | Path) -> dict[str, dict[str, Path]]:
+    def one(run: Any, out: str | Path, processes: int = 1) -> dict[str, dict[str, Path]]:
         tables = figures.load(run)
         return {"forced_accuracy": figures.save_figure(tables, "forced_accuracy", out)}
 

@@ -354,6 +354,16 @@ def test_what_was_not_measured_is_not_drawn(
         FIGURES["forced_accuracy"](free)
 
 
+def test_two_processes_draw_what_one_draws(tables: Tables, tmp_path: Path) -> None:
+    two = save_figures(tables, tmp_path / "two", processes=2)
+    for name in ("sink_by_depth", "forced_accuracy"):
+        one = save_figure(tables, name, tmp_path / "one")
+        assert {k: p.read_bytes() for k, p in one.items()} == {
+            k: p.read_bytes() for k, p in two[name].items()
+        }
+    assert list(two) == [name for name, reason in available(tables).items() if not reason]
+
+
 def test_unknown_figures_are_named(tables: Tables, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no figure 'rms'(.|\n)*rms_by_depth"):
         save_figure(tables, "rms", tmp_path)

@@ -160,11 +160,13 @@ def _drift(tables: Tables, kind: TextKind | None) -> Slice:
     return take(tables, preferred(tables, "free", "forced"), kind)
 
 
-def regions_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
+def regions_data(
+    tables: Tables, kind: TextKind | None = None, regions: Sequence[str] = REGIONS
+) -> pd.DataFrame:
     """Attention mass of every region by depth; ``even`` is the share of one key."""
     piece = _drift(tables, kind)
     frame = _series(
-        piece, (({"region": r, "unit": "probability"}, piece.cube(r), None) for r in REGIONS)
+        piece, (({"region": r, "unit": "probability"}, piece.cube(r), None) for r in regions)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a depth that no text reaches
@@ -174,8 +176,7 @@ def regions_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
 
 
 def sink_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
-    frame = regions_data(tables, kind)
-    return frame[frame["region"] == "sink"].reset_index(drop=True)
+    return regions_data(tables, kind, ("sink",))
 
 
 _STATES = {"state_pre": "before the final norm", "feedback": "as fed back"}
@@ -793,11 +794,29 @@ def save_frame(
     return paths
 
 
-def save_figures(run: RunDirectory | Tables, out: str | Path) -> dict[str, dict[str, Path]]:
-    """Every figure that the run has numbers for; see :func:`save_figure`."""
+def save_figures(
+    run: RunDirectory | Tables, out: str | Path, *, processes: int = 1
+) -> dict[str, dict[str, Path]]:
+    """Every figure that the run has numbers for; see :func:`save_figure`.
+
+    ``processes`` of them are forked to share the work: for callers that hold no threads.
+    """
     tables = load(run)
     names = [name for name, reason in available(tables).items() if not reason]
-    return {name: save_figure(tables, name, out) for name in names}
+    if processes == 1:
+        return {name: save_figure(tables, name, out) for name in names}
+
+    import multiprocessing
+
+    # Loaded once, before the fork.
+    import matplotlib.backends.backend_agg
+    import matplotlib.backends.backend_pdf  # noqa: F401
+
+    wide_first = sorted(names, key=lambda name: (-FIGURES[name].width, name))
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        paths = pool.map(partial(save_figure, tables, out=out), wide_first, chunksize=1)
+    drawn = dict(zip(wide_first, paths, strict=True))
+    return {name: drawn[name] for name in names}
 
 
 class Plots:
