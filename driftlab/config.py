@@ -44,6 +44,10 @@ class Origin(StrEnum):
     assumed = "assumed"
 
 
+SUITES = Path(__file__).parent / "data" / "suites"
+"""Packaged experiments."""
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -241,6 +245,8 @@ class TrainSpec(Frozen):
     head_init: Annotated[float, Field(ge=0)] = 1.0  # times the target's head rows
     autocast: Literal["auto", "off", "bfloat16"] = "off"
     checkpoint_every: Count = 200
+    alignment: Annotated[float, Field(ge=0)] = 0.0  # weight of the attention-alignment loss
+    align_layer: Annotated[int, Field(ge=0)] | None = None  # target layer aligned to; None: last
 
 
 class Axes(Frozen):
@@ -251,10 +257,11 @@ class Axes(Frozen):
     residual: tuple[Residual, ...] = (Residual.raw,)
     attention_gate: tuple[bool, ...] = (False,)
     ttt: tuple[Count, ...] = ()  # () takes train.ttt
+    alignment: tuple[Annotated[float, Field(ge=0)], ...] = ()  # () takes train.alignment
 
     @model_validator(mode="after")
     def _consistent(self) -> Axes:
-        _check_lists(self, *type(self).model_fields, optional=("ttt",))
+        _check_lists(self, *type(self).model_fields, optional=("ttt", "alignment"))
         if FusionNorm.concat_per_layer in self.fusion_norm:
             raise ValueError("concat_per_layer is read from files, not trained")
         return self
@@ -269,6 +276,7 @@ class MeasureSpec(Frozen):
     recent: Count = 8
     max_anchors: Count | None = None
     bootstrap: Count = 2000
+    agreement: bool = False  # also compare with the target's own attention, layer by layer
 
     @model_validator(mode="after")
     def _consistent(self) -> MeasureSpec:
@@ -298,11 +306,124 @@ class ExplainSpec(Frozen):
         return self
 
 
+Policy = Literal["auto", "always", "never"]
+Level = bool | int | float | str
+
+
+class Context(Frozen):
+    """Text put in front of each prompt: ``tokens`` of it, from a prompt set or a .txt file."""
+
+    tokens: Count
+    filler: str = "train"
+
+
+class Condition(Frozen):
+    """What is changed about trained drafters, or about what they read. One row says it all.
+
+    ``interventions`` are tables ``{kind = "noise", alpha = 0.5}``: a kind of
+    :mod:`driftlab.analysis.interventions` and its parameters. ``template``, ``bos``, ``system``
+    and ``context`` change the prompt, ``temperature`` the text that continues it. ``quantize``
+    rounds the target's weights; the text stays the unchanged target's, so that only what the
+    drafter reads differs, unless the rounded target ``writes`` its own.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 .,+=_-]*$")]
+    variants: tuple[str, ...] = ()  # only drafters of these; () is all
+    interventions: tuple[dict[str, Level | list[int]], ...] = ()
+    template: Policy | None = None
+    bos: Policy | None = None
+    system: str | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    context: Context | None = None
+    quantize: Literal["int8", "int4"] | None = None
+    writes: bool = False
+
+    @property
+    def changes_text(self) -> bool:
+        """Whether prompts or continuations are others than those of the unchanged drafter."""
+        changed = (self.template, self.bos, self.system, self.temperature, self.context)
+        return self.writes or any(value is not None for value in changed)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Condition:
+        if self.writes and self.quantize is None:
+            raise ValueError("writes is for a target that is quantized")
+        if not (self.interventions or self.quantize or self.changes_text):
+            raise ValueError(f"condition {self.name} changes nothing")
+        return self
+
+
+class ApplySpec(Frozen):
+    """Applied axes: conditions on trained drafters, each beside the same drafter unchanged.
+
+    ``drafters`` names a run with the same base (``norms`` is the folder ``norms-BASE`` beside
+    this run), or the folder of a run; empty means the drafters that this run trains.
+    """
+
+    drafters: str = ""
+    variants: tuple[str, ...] = ()  # only drafters of these; () is all
+    text: Literal["both", "greedy", "sampled"] = "both"
+    conditions: tuple[Condition, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ApplySpec:
+        names = [c.name for c in self.conditions]
+        if len(set(names)) < len(names):
+            raise ValueError("two conditions have the same name")
+        return self
+
+
+Quantity = Literal[
+    "forced accuracy",
+    "conditional acceptance",
+    "accepted drafts",
+    "growth",
+    "sink",
+    "own drafts",
+    "entropy",
+]
+Factor = Literal[
+    "fusion_norm", "feedback", "residual", "attention_gate", "ttt", "alignment", "condition"
+]
+
+
+class Contrast(Frozen):
+    """A comparison that is fixed before the run: ``levels[1]`` against ``levels[0]``.
+
+    ``at`` holds other factors at a level; those that are not named are averaged. ``depth`` None
+    is the deepest (for ``growth``: from depth 1 to it); ``accepted drafts`` has none. For the
+    factor ``condition`` the level "" is the unchanged drafter.
+    """
+
+    measure: Quantity
+    factor: Factor
+    levels: tuple[Level, Level]
+    at: dict[Factor, Level] = Field(default_factory=dict)
+    depth: Count | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Contrast:
+        if self.levels[0] == self.levels[1]:
+            raise ValueError("a contrast needs two levels")
+        if self.factor in self.at:
+            raise ValueError(f"{self.factor} cannot be held and compared")
+        return self
+
+
+class Analysis(Frozen):
+    """What the run is asked first. ``primary`` and ``family`` are corrected together (Holm);
+    every other comparison that a run prints is exploratory."""
+
+    primary: Contrast
+    family: tuple[Contrast, ...] = ()
+
+
 class Experiment(Frozen):
-    """One experiment file."""
+    """One experiment: an experiment file, laid over its base."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
     question: str = ""
+    base: str = ""  # name of the base
     target: TargetSpec
     text: TextSpec
     drafter: DrafterSpec = DrafterSpec()
@@ -310,6 +431,8 @@ class Experiment(Frozen):
     axes: Axes = Axes()
     seeds: tuple[Seed, ...] = (0, 1, 2)
     measure: MeasureSpec = MeasureSpec()
+    applied: ApplySpec | None = None
+    analysis: Analysis | None = None
     workers: Count = 2  # cells at once; changes no number
     threads: Count = 1  # of each worker; sums depend on it
 
@@ -319,17 +442,68 @@ class Experiment(Frozen):
         return self
 
 
-def read_experiment(path: str | Path, overrides: tuple[str, ...] = ()) -> Experiment:
+BASE = ("target", "text", "drafter", "train", "measure", "workers", "threads")
+"""What a base gives: the experiment's own settings are laid over them, key by key."""
+
+
+def read_experiment(
+    path: str | Path, overrides: tuple[str, ...] = (), *, base: str | Path | None = None
+) -> Experiment:
     """Read an experiment file; ``overrides`` are ``dotted.key=toml-value`` strings.
+
+    A file may name a ``base``, a path from its own folder, and ``base`` here takes the place of
+    it: a file, or a name (``targets/NAME.toml`` beside the experiment, or the packaged suite).
+    A base is laid under the file (see ``BASE``), and the experiment is then called
+    ``EXPERIMENT-BASE``, unless both have one name.
 
     Raises
     ------
-    ConfigError: the file is missing, is no TOML, or a key or type is wrong. Every wrong
+    ConfigError: a file is missing, is no TOML, or a key or type is wrong. Every wrong
         key is listed with the value that was found.
     """
     path = Path(path)
+    data = _read_toml(path)
+    own = data.pop("base", None)
+    if base is None and own is not None:
+        if not isinstance(own, str):
+            raise ConfigError("base is not a path", got=own, remedy="Name a .toml file.")
+        base = path.parent / own
+    elif base is not None:
+        base = _find_base(str(base), path.parent)
+    if base is not None:
+        data = _over(data, _read_toml(Path(base)), Path(base).stem)
+    return build_experiment(data, overrides, where=str(path))
+
+
+def _find_base(name: str, folder: Path) -> Path:
+    places = [folder / "targets" / f"{name}.toml", SUITES / f"{name}.toml"]
+    if name.endswith(".toml"):
+        return Path(name)
+    if found := next((p for p in places if p.exists()), None):
+        return found
+    known = {p.stem for place in places for p in place.parent.glob("*.toml")}
+    raise ConfigError(
+        f"no base {name!r}",
+        remedy=f"Known: {', '.join(sorted(known))}. Or give the path of a .toml file.",
+    )
+
+
+def _over(data: dict[str, Any], base: dict[str, Any], stem: str) -> dict[str, Any]:
+    """``data`` laid over the ``BASE`` keys of ``base``."""
+    under = {name: base[name] for name in BASE if name in base}
+    merged = {**under, **data, "base": stem}
+    for name, value in under.items():
+        if isinstance(value, dict) and isinstance(data.get(name), dict):
+            merged[name] = {**value, **data[name]}
+    called = data.get("name")
+    if isinstance(called, str) and called != stem:
+        merged["name"] = f"{called}-{stem}"
+    return merged
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"experiment file {path} does not exist",
@@ -347,7 +521,6 @@ def read_experiment(path: str | Path, overrides: tuple[str, ...] = ()) -> Experi
             got=str(error) or type(error).__name__,
             remedy="Correct the line that is named.",
         ) from None
-    return build_experiment(data, overrides, where=str(path))
 
 
 def build_experiment(

@@ -33,6 +33,7 @@ from driftlab.config import (
     Origin,
     Provenance,
     Sourced,
+    TargetSpec,
     refuse_assumptions,
 )
 from driftlab.data.corpus import Source, Writing, sources, write_corpus
@@ -43,7 +44,14 @@ from driftlab.data.text import Text
 from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.errors import ConfigError, DataError
-from driftlab.experiment import MICRO, RENDERING, _micro_target, _prompts, _spread
+from driftlab.experiment.texts import (
+    MICRO,
+    RENDERING,
+    find_prompts,
+    open_target,
+    prompt_rows,
+    spread,
+)
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Captured, HookFn, attach, capture, points
@@ -96,7 +104,7 @@ def open(
                 remedy="Leave dtype out; a Target has its own, and micro runs in float32.",
             )
         if not isinstance(target, Target):
-            target = _micro_target(cache, "target learns the stories")
+            target = open_target(TargetSpec(source=MICRO), cache, label="target learns the stories")
     else:
         target = Target.load(str(target), dtype=dtype or "float32")
     if not isinstance(drafter, Drafter):
@@ -328,7 +336,7 @@ class Lab:
         """
         found = self._sources(prompts, rendering, max_new_tokens)
         return self._states(
-            found if limit is None else _spread(found, limit),
+            spread(found, limit),
             _temperatures(temperature),
             max_new_tokens,
             seed,
@@ -394,8 +402,7 @@ class Lab:
             ) from None
         temperatures = _temperatures(temperature)
         found = self._sources(prompts, rendering, max_new_tokens)
-        if limit is not None:
-            found = _spread(found, limit)
+        found = spread(found, limit)
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
         condition = self.condition
         if rendering != RENDERING:
@@ -403,7 +410,7 @@ class Lab:
         cell = self.variant + (f"/{condition}" if condition else "")
         pieces = self._measure(features, spec, cell, batch, shapley)
         pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
-        pieces["prompts"] = [make_table("prompts", _prompt_rows(features, found, spec), cell)]
+        pieces["prompts"] = [make_table("prompts", prompt_rows(features.texts, found, spec), cell)]
         config = {
             "measure": spec.model_dump(mode="json"),
             "prompts": [s.id for s in found],
@@ -435,7 +442,7 @@ class Lab:
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
         room = self.target.max_position - new
         if str(prompts) == MICRO and self.target.tokenizer is None:
-            return _prompts(MICRO, self.target, "held-out", room)
+            return find_prompts(MICRO, self.target, "held-out", room)
         if isinstance(prompts, str | Path):
             found = load_prompts(prompts)
         else:
@@ -685,32 +692,6 @@ def _part(table: pa.Table, cell: str, prompt: str) -> dict[str, pa.ChunkedArray]
 
     keep = pc.and_(pc.equal(table["cell"], cell), pc.equal(table["prompt"], prompt))
     return _columns(table.filter(keep))
-
-
-def _prompt_rows(
-    features: Features, found: Sequence[Source], spec: MeasureSpec
-) -> dict[str, list[Any]]:
-    rendered = {source.id: source.rendered for source in found}
-    rows = []
-    for text in features.texts:
-        made = rendered[text.prompt_id]
-        rows.append(
-            {
-                "prompt": text.prompt_id,
-                "category": text.category,
-                "text": text.kind,
-                "temperature": text.temperature,
-                "n_prompt": text.prompt_len,
-                "n_text": len(text.tokens),
-                "n_anchors": len(measurable_anchors(text, spec)),
-                "first_token": text.tokens[0],
-                "bos": made.bos if made else True,
-                "template_sha": made.template_sha if made else None,
-                "loops": text.loops,
-                "tokens_sha": text.tokens_sha,
-            }
-        )
-    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:

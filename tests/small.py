@@ -16,12 +16,13 @@ import pandas as pd
 import pytest
 
 from driftlab import experiment
-from driftlab.config import Experiment, read_experiment
+from driftlab.config import SUITES, Experiment, read_experiment
 from driftlab.engines.pool import understood
 from driftlab.errors import DriftlabError, ResourceError
+from driftlab.experiment import texts
 from driftlab.results.records import RunDirectory
 
-SUITE = Path(experiment.__file__).parent / "data" / "suites" / "micro.toml"
+SUITE = SUITES / "micro.toml"
 MICRO = {"MICRO_STORIES": 60, "MICRO_STEPS": 6, "MICRO_BATCH": 4, "MICRO_TRAIN_PROMPTS": 8}
 SETTINGS = (
     "seeds=[0]",
@@ -47,8 +48,8 @@ def arguments(*settings: str) -> list[str]:
 
 
 MAIN = (
-    "from driftlab import experiment\n"
-    f"vars(experiment).update({MICRO!r})\n"
+    "from driftlab.experiment import texts\n"
+    f"vars(texts).update({MICRO!r})\n"
     "from driftlab.cli import main\n"
     "main()"
 )
@@ -88,7 +89,7 @@ def shrunk(*, processes: bool = False) -> Iterator[pytest.MonkeyPatch]:
     """The embedded target made tiny, and cells in this process unless ``processes``."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in MICRO.items():
-            patch.setattr(experiment, name, value)
+            patch.setattr(texts, name, value)
         if not processes:
             patch.setattr(experiment, "run_jobs", serial)
         yield patch

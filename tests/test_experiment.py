@@ -32,7 +32,8 @@ from driftlab.errors import (
     ResourceError,
     RunError,
 )
-from driftlab.experiment import run_experiment, variants
+from driftlab.experiment import plan, run_experiment, texts
+from driftlab.experiment.plan import cell_name, variants
 from driftlab.results.records import RunDirectory
 
 
@@ -71,8 +72,8 @@ def forbidden(*_: object, **__: object) -> Any:
 
 def test_a_finished_run_is_only_read_again(out: Path, patch: pytest.MonkeyPatch) -> None:
     fresh(out)
-    for name in ("run_jobs", "pretrain"):
-        patch.setattr(experiment, name, forbidden)
+    patch.setattr(experiment, "run_jobs", forbidden)
+    patch.setattr(texts, "pretrain", forbidden)
     found = run(out)
     assert small.contents(out) == small.contents(done())
     assert len(found.manifest["resumed"]) == 1
@@ -204,7 +205,7 @@ def test_cells_are_named_apart() -> None:
         "axes.ttt=[2, 3]",
         "seeds=[0, 1]",
     )
-    names = [experiment.cell_name(grown, v, s) for v in variants(grown) for s in grown.seeds]
+    names = [cell_name(grown, v, s) for v in variants(grown) for s in grown.seeds]
     assert len(names) == len(set(names)) == 3 * 2 * 2 * 2 * 2 * 2
     assert len({n.replace("/", "_") for n in names}) == len(names), "training checkpoints"
     assert all(".." not in n and not n.startswith("/") for n in names)
@@ -316,7 +317,7 @@ def test_a_run_that_cannot_begin_leaves_its_folder_free(
 
 def test_a_run_that_was_begun_is_kept(out: Path, patch: pytest.MonkeyPatch) -> None:
     fresh(out)
-    patch.setattr(experiment, "open_target", lambda *_, **__: 1 / 0)
+    patch.setattr(plan, "open_target", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(out)
     assert small.contents(out) == small.contents(done())
@@ -325,7 +326,7 @@ def test_a_run_that_was_begun_is_kept(out: Path, patch: pytest.MonkeyPatch) -> N
 def test_strict_refuses_what_was_assumed(out: Path, patch: pytest.MonkeyPatch) -> None:
     run(fresh(out), strict=True)  # the embedded suite assumes nothing
     shutil.rmtree(out)
-    plain = experiment.open_target
+    plain = plan.open_target
 
     def assuming(*args: Any, **options: Any) -> Any:
         target = plain(*args, **options)
@@ -333,7 +334,7 @@ def test_strict_refuses_what_was_assumed(out: Path, patch: pytest.MonkeyPatch) -
         target.provenance["eos_ids"] = eos
         return target
 
-    patch.setattr(experiment, "open_target", assuming)
+    patch.setattr(plan, "open_target", assuming)
     with pytest.raises(AssumptionError, match="eos_ids"):
         run(out, strict=True)
     assert not out.exists()
@@ -348,19 +349,19 @@ def test_a_second_owner_is_refused(out: Path) -> None:
 
 
 def test_a_damaged_embedded_target_is_made_again(tmp_path: Path) -> None:
-    first = experiment._micro_target(tmp_path, "")
+    first = texts._micro_target(tmp_path, "")
     (path,) = (tmp_path / "targets").iterdir()
     whole = path.read_bytes()
     for damaged in (whole[:-9], whole[:-9] + b"123456789", b""):
         path.write_bytes(damaged)
-        assert experiment._micro_target(tmp_path, "").fingerprint == first.fingerprint
+        assert texts._micro_target(tmp_path, "").fingerprint == first.fingerprint
         assert path.read_bytes() == whole
 
 
 def test_code_of_another_checkout_is_not_taken_for_ours(patch: pytest.MonkeyPatch) -> None:
     state = experiment._git_state()
     assert state is None or len(state["commit"]) == 40
-    patch.setattr(experiment, "__file__", str(done() / "driftlab" / "experiment.py"))
+    patch.setattr(experiment, "__file__", str(done() / "driftlab" / "experiment" / "__init__.py"))
     assert experiment._git_state() is None
 
 

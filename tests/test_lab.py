@@ -17,7 +17,7 @@ import torch
 from matplotlib.axes import Axes
 
 import driftlab
-from driftlab import experiment
+from driftlab.experiment import texts
 from driftlab.analysis.attribution import shapley
 from driftlab.analysis.interventions import noise, pin_norm, swap_norm
 from driftlab.config import DrafterConfig, Origin, Sourced
@@ -131,8 +131,8 @@ def test_a_stored_drafter_is_opened_and_measures_alike(
 def test_micro_is_trained_once_for_each_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "MICRO_STORIES", 30)
-    monkeypatch.setattr(experiment, "MICRO_STEPS", 2)
+    monkeypatch.setattr(texts, "MICRO_STORIES", 30)
+    monkeypatch.setattr(texts, "MICRO_STEPS", 2)
     drafter = make_drafter(
         hidden_size=64, target_hidden_size=64, boundaries=(0, 1, 2), draft_vocab_size=WORDS // 2
     )
@@ -227,7 +227,7 @@ def test_both_kinds_of_text_stand_side_by_side(lab: Lab) -> None:
     assert sorted(set(run.steps["text"])) == ["greedy", "sampled"]
     assert set(run.steps["mode"]) == {"forced"}
     assert len(run.prompts) == 2 * len(PROMPTS)
-    (source,) = lab._sources(PROMPTS[:1], experiment.RENDERING, 0)
+    (source,) = lab._sources(PROMPTS[:1], texts.RENDERING, 0)
     text = lab.states(PROMPTS[:1], max_new_tokens=12).texts[0]
     assert list(text.continuation) == lab.target.generate([source.tokens], max_new_tokens=12)[0]
 

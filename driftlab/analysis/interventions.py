@@ -1,4 +1,4 @@
-"""Changes that are applied to a trained drafter: pin, noise, sink, chain keys, layers, norms.
+"""Changes that are applied to a trained drafter: pin, noise, sink, keys, window, layers, norms.
 
 Each is a small frozen object. ``with apply(drafter, [noise(0.5)]) as changed:`` gives the
 drafter to run; the original is as before when the context closes. What comes of it is a row
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -231,6 +231,40 @@ class mask_chain_keys(Intervention):
         return attach(drafter, _SCORES, mask)
 
 
+@dataclass(frozen=True)
+class window(Intervention):
+    """Let each query see the last ``size`` keys only, and the first ``keep`` ones.
+
+    ``keep`` 0 is a plain sliding window, 1 keeps the first position (a sink), and the length of
+    a system prompt keeps that. The window counts positions back from the query's own, the
+    chain's drafted keys among them; the query's own key is one of ``size``.
+    """
+
+    size: int
+    keep: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.keep < 0:
+            raise ConfigError(
+                "a window needs a size of 1 or more and keeps 0 or more first positions",
+                got=f"size {self.size}, keep {self.keep}",
+            )
+
+    def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
+        def mask(scores: Tensor, moment: Moment) -> Tensor:
+            chain = moment.depth - 1
+            prefix = scores.shape[-1] - chain
+            position = torch.arange(prefix, device=scores.device)
+            own = moment.anchors.to(scores.device)[:, None] + chain  # [T, 1] the query's position
+            far = (position <= own - self.size) & (position >= self.keep)  # [T, prefix]
+            # The chain's key of depth e stands at anchor + e - 1; depth 1 is in the prefix.
+            back = torch.arange(chain - 1, -1, -1, device=scores.device)
+            drafted = (back >= self.size).expand(len(own), -1)
+            return scores.masked_fill(torch.cat([far, drafted], dim=1), float("-inf"))
+
+        return attach(drafter, _SCORES, mask)
+
+
 def _sink(values: Tensor, moment: Moment, positions: Sequence[int]) -> Tensor:
     """Which columns of values [B, h, T, K] are sink keys and not the row's own. -> [T, K]"""
     seen = values.shape[-1] - (moment.depth - 1)
@@ -371,6 +405,42 @@ def _fit_norms(drafter: Drafter) -> None:
             setattr(drafter, name, make())
         elif not needed and hasattr(drafter, name):
             delattr(drafter, name)
+
+
+# --- by name ------------------------------------------------------------------------------------
+
+KINDS: dict[str, type[Intervention]] = {
+    kind.__name__: kind
+    for kind in (
+        *(pin_norm, noise, knock_out_sink, raise_sink, mask_chain_keys, window, drop_layer),
+        swap_norm,
+    )
+}
+"""Interventions by the ``kind`` that an experiment file names."""
+
+
+def from_settings(settings: Mapping[str, Any]) -> Intervention:
+    """``{kind = "noise", alpha = 0.5}`` -> ``noise(alpha=0.5)``.
+
+    Raises ConfigError for an unknown kind, a parameter that it does not have, lacks or refuses.
+    """
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    name = values.pop("kind", None)
+    kind = KINDS.get(str(name))
+    if kind is None:
+        raise ConfigError("unknown intervention", got=name, remedy=f"Known: {', '.join(KINDS)}.")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if (unknown := sorted(set(values) - set(fields))) or missing:
+        raise ConfigError(
+            f"intervention {name}: unknown or missing parameters",
+            got=", ".join([*unknown, *(f"no {n}" for n in missing)]),
+            remedy=f"It takes {', '.join(fields) or 'none'}.",
+        )
+    try:
+        return kind(**values)
+    except TypeError as error:  # a word where a number is compared
+        raise ConfigError(f"intervention {name}: {error}", got=settings) from None
 
 
 def _choice(what: str, value: str, known: Sequence[str]) -> None:

@@ -71,17 +71,21 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A named way to render: the two policies, and a system prompt that overrides the prompt's."""
+    """A named way to render: the two policies, a system prompt that overrides the prompt's, and
+    text ``before`` the user turn's own."""
 
     name: str
     template: TemplatePolicy = "auto"
     bos: BosPolicy = "auto"
     system: str | None = None
+    before: str = ""
 
     def __call__(self, prompt: Prompt, tokenizer: Any, *, limit: int | None = None) -> Rendered:
         """:func:`render` under this rendering."""
         if self.system is not None:
             prompt = replace(prompt, system=self.system)
+        if self.before:
+            prompt = replace(prompt, text=f"{self.before}\n\n{prompt.text}")
         return render(prompt, tokenizer, self.template, self.bos, limit=limit)
 
 
@@ -132,6 +136,32 @@ def load_prompts(source: str | Path) -> list[Prompt]:
             f"prompts {name} cannot be read", got=error.strerror, remedy="Give a readable file."
         ) from None
     return _parse(raw, stem=path.stem, where=name)
+
+
+def load_filler(source: str | Path, tokenizer: Any, tokens: int) -> str:
+    """Text of about ``tokens`` tokens to stand before prompts, the same for all of them.
+
+    ``source``: a ``.txt`` file, or prompts as :func:`load_prompts` takes them, whose texts are
+    joined. Text that is too short is repeated.
+
+    Raises
+    ------
+    DataError: as :func:`load_prompts`, or an empty file.
+    """
+    if str(source).endswith(".txt"):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"filler {source} cannot be read", got=error, remedy="Give a UTF-8 .txt file."
+            ) from None
+    else:
+        text = "\n\n".join(prompt.text for prompt in load_prompts(source))
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    if not ids:
+        raise DataError(f"filler {source} holds no text", remedy="Give a file with text in it.")
+    ids = (list(ids) * (1 + tokens // len(ids)))[:tokens]
+    return str(tokenizer.decode(ids))
 
 
 def _parse(raw: bytes, *, stem: str, where: str) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""One cell of an experiment: train a drafter (or go on training it), measure it, store rows.
+"""One cell of an experiment: train a drafter (or take one), measure it, store rows.
 
 A cell runs in a process of its own and shares with the others only files: stored states, the
 frozen parts of the target, and shards of the run.
@@ -7,17 +7,22 @@ frozen parts of the target, and shards of the run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from driftlab.analysis import measures
+from driftlab.analysis.interventions import apply, from_settings
+from driftlab.analysis.recorder import Columns
 from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
 from driftlab.data.features import Features, FeatureStore
-from driftlab.engines.probe import probe, storable, target_probabilities
+from driftlab.engines.align import Rows, agreement
+from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.engines.train import initialise, train
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError
 from driftlab.models.checkpoints.load import load_drafter
@@ -35,42 +40,66 @@ FACTS = ("n_parameters", "train_steps", "train_tokens", "train_loss", "train_sec
 
 
 @dataclass(frozen=True)
+class Learning:
+    """How a cell's drafter is trained; ``rows`` are the target's rows for an alignment loss."""
+
+    states: str
+    config: DrafterConfig
+    draft_to_target: tuple[int, ...] | None
+    seed: int
+    spec: TrainSpec
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True)
 class CellJob:
-    """Everything a worker needs; picklable. ``row`` holds the cell's known columns of ``cells``."""
+    """Everything a worker needs; picklable.
+
+    Attributes
+    ----------
+    states: key of the stored states that are measured on, and ``prompts`` their prompts.
+    row: the known columns of ``cells``.
+    drafter: its folder. ``learning`` is None for a drafter that is there already.
+    interventions: what is applied to it, as an experiment file says it.
+    reference: key of the unchanged target's states of the same texts, for the table ``shift``.
+    rows: the target's attention rows of the same texts, for the table ``agreement``.
+    """
 
     cell: str
     run: Path
     frozen: Path
     store: Path
-    train_key: str
-    measure_key: str
-    config: DrafterConfig
-    draft_to_target: tuple[int, ...] | None
-    seed: int
-    train: TrainSpec
+    states: str
+    prompts: tuple[str, ...]
     measure: MeasureSpec
     row: dict
     threads: int
     texts_at_once: int
-
-    @property
-    def drafter(self) -> Path:
-        return self.run / "drafters" / self.cell
+    drafter: Path
+    learning: Learning | None = None
+    interventions: tuple[dict, ...] = ()
+    reference: str | None = None
+    rows: Rows | None = None
 
     @property
     def training(self) -> Path:
         """Where the unfinished training is kept."""
         return self.run / "training" / f"{self.cell.replace('/', '_')}.pt"
 
+    @property
+    def steps(self) -> int:
+        """Steps of progress that the whole job reports."""
+        return len(self.prompts) + (self.learning.spec.steps if self.learning else 0)
 
-def finished(job: CellJob, prompts: Iterable[str]) -> bool:
+
+def finished(job: CellJob) -> bool:
     """Whether nothing is left to do: the row says so, drafter and all shards are there."""
     row, run = _row(job), RunDirectory.open(job.run)
     return (
         row is not None
         and row["status"] == DONE
         and (job.drafter / "config.json").exists()
-        and all(run.has(job.cell, prompt) for prompt in prompts)
+        and all(run.has(job.cell, prompt) for prompt in job.prompts)
     )
 
 
@@ -86,9 +115,11 @@ def run_cell(job: CellJob, on_step: Progress) -> None:
     facts: dict[str, Any] = {}
     try:
         teacher = Frozen(job.frozen)
-        store = FeatureStore(job.store)
-        drafter, facts = _trained(job, run, store, teacher, on_step)
-        _measure(job, run, store.open(job.measure_key), teacher, drafter, on_step)
+        if job.learning is None:
+            drafter = load_drafter(job.drafter)
+        else:
+            drafter, facts = _trained(job, job.learning, run, teacher, on_step)
+        _measure(job, run, teacher, drafter, on_step)
     except ResourceError:
         raise  # says nothing of the cell, and there may be no room for its row
     except DriftlabError as error:
@@ -98,24 +129,27 @@ def run_cell(job: CellJob, on_step: Progress) -> None:
 
 
 def _trained(
-    job: CellJob, run: RunDirectory, store: FeatureStore, teacher: Frozen, on_step: Progress
+    job: CellJob, learning: Learning, run: RunDirectory, teacher: Frozen, on_step: Progress
 ) -> tuple[Drafter, dict[str, Any]]:
     """The drafter as its files give it, and what the cell's row says of its training."""
-    row = _row(job)
+    row, spec = _row(job), learning.spec
     if row is not None and row["train_steps"] is not None:
         # A drafter that is gone or damaged is trained again, to the same bytes.
         with contextlib.suppress(CheckpointError):
             drafter = load_drafter(job.drafter)
-            on_step(job.train.steps)
+            on_step(spec.steps)
             return drafter, {name: row[name] for name in FACTS}
-    mapping = None if job.draft_to_target is None else torch.tensor(job.draft_to_target)
-    made = initialise(job.config, teacher, mapping, seed=job.seed, head_init=job.train.head_init)
+    chosen = learning.draft_to_target
+    mapping = None if chosen is None else torch.tensor(chosen)
+    made = initialise(
+        learning.config, teacher, mapping, seed=learning.seed, head_init=spec.head_init
+    )
     result = train(
         made,
-        store.open(job.train_key),
+        FeatureStore(job.store).open(learning.states),
         teacher,
-        job.train,
-        seed=job.seed,
+        spec,
+        seed=learning.seed,
         checkpoint=job.training,
         on_step=on_step,
     )
@@ -141,13 +175,12 @@ def _row(job: CellJob) -> dict[str, Any] | None:
 
 
 def _measure(
-    job: CellJob,
-    run: RunDirectory,
-    features: Features,
-    teacher: Frozen,
-    drafter: Drafter,
-    on_step: Progress,
+    job: CellJob, run: RunDirectory, teacher: Frozen, drafter: Drafter, on_step: Progress
 ) -> None:
+    store = FeatureStore(job.store)
+    features = store.open(job.states)
+    reference = None if job.reference is None else store.open(job.reference)
+    applied = [from_settings(settings) for settings in job.interventions]
     by_prompt: dict[str, list[int]] = {}
     for i, text in enumerate(features.texts):
         by_prompt.setdefault(text.prompt_id, []).append(i)
@@ -160,7 +193,10 @@ def _measure(
         prompts = order[start : start + job.texts_at_once]
         if missing := [p for p in prompts if not run.has(job.cell, p)]:
             rows = [i for prompt in prompts for i in by_prompt[prompt]]
-            measured = _probe_rows(drafter, features, teacher, rows, job.measure)
+            with apply(drafter, applied) as changed:
+                measured = _probe_rows(changed, features, teacher, rows, job.measure)
+            for i in rows:
+                _compare(job, drafter, features, reference, i, measured[i])
             for prompt in missing:
                 tables: dict[str, dict] = {}
                 for i in by_prompt[prompt]:
@@ -195,12 +231,55 @@ def _probe_rows(
     return tables
 
 
+def _compare(
+    job: CellJob,
+    drafter: Drafter,
+    features: Features,
+    reference: Features | None,
+    index: int,
+    tables: dict[str, dict],
+) -> None:
+    """Add the tables ``agreement`` and ``shift`` of text ``index``, where the job asks for them."""
+    text = features.texts[index]
+    anchors = measurable_anchors(text, job.measure)
+    if not len(anchors):
+        return
+    aux = features.item(index)["aux"].to(drafter.norm.weight.dtype)
+    if job.rows is not None:
+        found = agreement(drafter, text, aux, job.rows.item(index))
+        tables["agreement"] = {"text": text.kind, "layer": np.array(job.rows.layers), **found}
+    if reference is not None:
+        before = reference.item(index)["aux"].to(aux.dtype)
+        tables["shift"] = {"text": text.kind, **_shift(drafter, before[anchors], aux[anchors])}
+
+
+def _shift(drafter: Drafter, before: Tensor, after: Tensor) -> Columns:
+    """How far ``after`` [T, A*Ht] lies from ``before``: each captured state, then what is fused."""
+    width = drafter.config.target_hidden_size
+    pairs = {
+        f"fuse.in.{i}": tuple(x[:, i * width : (i + 1) * width] for x in (before, after))
+        for i in range(len(drafter.config.boundaries))
+    }
+    with torch.inference_mode():
+        pairs["fuse.out"] = tuple(drafter.fuse(x[None])[0] for x in (before, after))
+    rows = []
+    for place, (was, now) in pairs.items():
+        size, error = measures.rms(was), measures.rms(now - was)
+        means = (size.mean(), error.mean(), (error / size.clamp(min=1e-20)).mean())
+        rows.append((place, len(was), *(float(m) for m in means)))
+    names = ("place", "n", "rms", "rms_error", "alpha")
+    return {n: np.array(c) for n, c in zip(names, zip(*rows, strict=True), strict=True)}
+
+
 def _merge(tables: dict[str, dict], more: dict[str, dict]) -> None:
     """Append the rows of ``more``; scalars become columns."""
     for name, columns in more.items():
         n = max(np.size(c) for c in columns.values())
         full = {c: np.full(n, v) if np.ndim(v) == 0 else v for c, v in columns.items()}
         have = tables.get(name)
-        tables[name] = (
-            full if have is None else {c: np.concatenate([have[c], full[c]]) for c in full}
-        )
+        tables[name] = full if have is None else {c: _join(have[c], full[c]) for c in full}
+
+
+def _join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    masked = np.ma.isMaskedArray(a) or np.ma.isMaskedArray(b)
+    return np.ma.concatenate([a, b]) if masked else np.concatenate([a, b])

@@ -224,7 +224,7 @@ SCHEMAS["agreement"] = _schema(
         *(_CELL, _PROMPT, _TEXT),
         _field("layer", _I2, "index", "block of the target; it reads boundary `layer`"),
         _field("n", _I4, "anchors", "anchors in the mean"),
-        _field("correlation", _F4, "1", "Pearson's over the shared keys; rows of 3 keys or more"),
+        _field("correlation", _F4, "1", "Pearson's over 3 shared keys or more", null=True),
         _field("divergence", _F4, "nats", "Jensen-Shannon divergence; at most ln 2"),
     ],
 )

@@ -1,0 +1,220 @@
+"""From an experiment file to a run directory: target, texts, states, cells, tables, report.
+
+Every stage leaves files that the next call finds, so a run that is killed anywhere goes on
+with the same command and ends with the same tables. What does not depend on the variants
+(texts, captured states) is content-addressed in ``cache`` beside the run and shared by runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from driftlab.config import Experiment, Origin, refuse_assumptions
+from driftlab.engines.cell import CellJob, finished, run_cell
+from driftlab.engines.pool import run_jobs
+from driftlab.errors import DriftlabError, RunError
+from driftlab.experiment.applied import applied_jobs, find_drafters, unchanged_jobs
+from driftlab.experiment.plan import Plan
+from driftlab.experiment.texts import prompt_rows
+from driftlab.results.merge import identity
+from driftlab.results.records import RunDirectory, config_hash
+
+
+def run_experiment(
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    cache: str | Path | None = None,
+    strict: bool = False,
+    command: str = "",
+    quiet: bool = False,
+) -> RunDirectory:
+    """Run every cell of ``experiment`` that ``out`` does not hold yet, and finish its tables.
+
+    Parameters
+    ----------
+    cache: shared texts and states; by default ``cache`` beside ``out``.
+    strict: refuse values that were assumed and not read.
+
+    Raises
+    ------
+    DriftlabError: of any kind. What was measured before stays, and the same command goes on.
+    """
+    out = Path(out)
+    cache = out.parent / "cache" if cache is None else Path(cache)
+    manifest = {
+        "config": experiment.model_dump(mode="json"),
+        "config_hash": config_hash(identity(experiment)),
+        "name": experiment.name,
+        "question": experiment.question,
+        "command": command,
+        "versions": _versions(),
+        "git": _git_state(),
+        "hardware": _hardware(),
+    }
+    fresh = not (out / "manifest.json").exists()
+    with RunDirectory.create(out, manifest) as run:
+        try:
+            phases = _prepare(experiment, run, cache, strict=strict, quiet=quiet)
+        except DriftlabError:
+            if fresh:
+                _forget(out)
+            raise
+        with run.stage("cells"):
+            failed: dict[str, DriftlabError] = {}
+            for jobs in phases:
+                todo = [job for job in jobs if not finished(job)]
+                failed |= _run_jobs(todo, experiment.workers, quiet=quiet)
+        with run.stage("tables"):
+            run.finish()
+        if failed:
+            raise RunError(
+                f"{len(failed)} of {sum(map(len, phases))} cells failed: {_by_cause(failed)}",
+                remedy=f"The others are in the tables of {out}. Mend the cause, then run it again.",
+            )
+        shutil.rmtree(out / "training", ignore_errors=True)
+    return RunDirectory.open(out)
+
+
+def _prepare(
+    experiment: Experiment, run: RunDirectory, cache: Path, *, strict: bool, quiet: bool
+) -> list[list[CellJob]]:
+    """Everything that cells share, made once: the cells' jobs, each list after the one before."""
+    _remove_unfinished(run.path)
+    applied = experiment.applied
+    given = find_drafters(experiment, run.path)
+    with run.stage("target"):
+        plan = Plan(experiment, cache, quiet=quiet)
+    if strict:
+        refuse_assumptions(plan.provenance, owner=experiment.target.source)
+    with run.stage("texts"):
+        measure_texts, found = plan.texts()
+        train_texts = plan.texts_to_learn() if given is None else []
+    inputs: dict[str, Any] = {"target": plan.target.fingerprint}
+    with run.stage("states"):
+        learned = plan.states(train_texts, "states to learn from") if train_texts else None
+        measured = plan.states(measure_texts, "states to measure on")
+        frozen = plan.freeze()
+        rows = None
+        if experiment.measure.agreement:
+            layers = range(plan.target.n_layers)
+            rows = plan.rows(measure_texts, layers, "attention of the target", measured=True)
+    if learned is not None:
+        inputs["train_states"] = learned.key
+        first = plan.training_jobs(run.path, frozen, learned, measured, rows)
+        covered = first[0].row["coverage"]
+    else:
+        assert given is not None
+        inputs["drafters"] = {drafter.cell: drafter.sha for drafter in given.drafters}
+        given.check(plan.target, plan.boundaries)
+        first = unchanged_jobs(plan, given, run.path, frozen, measured, rows)
+        covered = None
+    inputs["measure_states"] = measured.key
+    phases, notes = [first], {}
+    if applied is not None:
+        with run.stage("conditions"):
+            changed = applied_jobs(plan, first, run, frozen, measured)
+        phases.append(changed.jobs)
+        notes = {"conditions": changed.notes}
+        inputs |= {f"states of {name}": key for name, key in changed.states.items()}
+    begun = run.manifest.get("inputs", inputs)
+    if lost := [name for name in inputs if begun.get(name) != inputs[name]]:
+        raise RunError(
+            f"{run.path} was begun with other models or texts",
+            got=f"changed since: {', '.join(lost)}",
+            remedy="Restore the files that it was begun with, or choose another folder with --out.",
+        )
+    run.write_prompts(prompt_rows(measure_texts, found, experiment.measure))
+    run.update_manifest(
+        inputs=inputs,
+        assumed={
+            name: s.model_dump(mode="json")
+            for name, s in plan.provenance.items()
+            if s.origin is Origin.assumed
+        },
+        resolved={n: s.model_dump(mode="json") for n, s in plan.provenance.items()},
+        coverage=covered,
+        **({} if given is None else {"drafters": given.record()}),
+        **notes,
+    )
+    return phases
+
+
+def _remove_unfinished(out: Path) -> None:
+    """Drafters that a killed process was writing, under their temporary names."""
+    for folder in (out / "drafters").rglob(".*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget(out: Path) -> None:
+    """Undo the making of a run that ended before its first cell: the folder is free again."""
+    with contextlib.suppress(OSError):
+        (out / "manifest.json").unlink()
+        shutil.rmtree(out / "rows", ignore_errors=True)
+        (out / "lock").unlink()
+        out.rmdir()
+
+
+def _by_cause(failed: Mapping[str, DriftlabError]) -> str:
+    """Each cause once, with its cells."""
+    cells: dict[str, list[str]] = {}
+    for cell, error in failed.items():
+        cells.setdefault(error.cause, []).append(cell)
+    return "; ".join(f"{cause} [{', '.join(names)}]" for cause, names in cells.items())
+
+
+def _run_jobs(jobs: Sequence[CellJob], workers: int, *, quiet: bool) -> dict[str, DriftlabError]:
+    """Run the cells in processes of their own. Returns the failed cells and why."""
+    if not jobs:
+        return {}
+    total = sum(job.steps for job in jobs)
+    label = "1 cell" if len(jobs) == 1 else f"{len(jobs)} cells"
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    with tqdm(total=total, desc=label, disable=True if quiet else None) as bar:
+        return run_jobs({j.cell: j for j in jobs}, run_cell, workers=workers, on_step=bar.update)
+
+
+def _versions() -> dict[str, str]:
+    names = ("driftlab", "torch", "transformers", "numpy", "scipy", "pandas", "pyarrow")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the code in use and whether it was changed; None outside a checkout."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *args],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files", Path(__file__).name):
+            return None  # installed inside somebody else's checkout
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }

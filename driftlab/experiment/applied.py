@@ -1,0 +1,225 @@
+"""Conditions on trained drafters: where the drafters come from, and a cell for each condition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from driftlab.analysis.interventions import from_settings
+from driftlab.config import Condition, Experiment
+from driftlab.data.corpus import Source
+from driftlab.data.features import Features
+from driftlab.data.text import Text
+from driftlab.engines.align import Rows
+from driftlab.engines.cell import FACTS, CellJob
+from driftlab.errors import ConfigError, RunError
+from driftlab.experiment.plan import Plan
+from driftlab.experiment.texts import prompt_rows
+from driftlab.models.target import Target
+from driftlab.results.records import RunDirectory
+
+_KEPT = (
+    *("cell", "variant", "fusion_norm", "feedback", "residual", "attention_gate", "ttt", "seed"),
+    *FACTS,
+)
+
+
+@dataclass(frozen=True)
+class GivenDrafter:
+    """A drafter of another run; ``row`` is its row of ``cells``."""
+
+    cell: str
+    folder: Path
+    sha: str
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Drafters that another run has trained."""
+
+    run: RunDirectory
+    drafters: tuple[GivenDrafter, ...]
+
+    def check(self, target: Target, boundaries: Sequence[int]) -> None:
+        """Raise RunError when that run had another target or other boundaries."""
+        manifest = self.run.manifest
+        held = (manifest.get("inputs") or {}).get("target")
+        if held != target.fingerprint:
+            raise RunError(
+                f"the drafters of {self.run.path} were trained for another target",
+                got=(manifest.get("config") or {}).get("target", {}).get("source"),
+                remedy="Name a run on the same base: --base, or --set applied.drafters=RUN.",
+            )
+        known = ((manifest.get("resolved") or {}).get("boundaries") or {}).get("value")
+        if known != list(boundaries):
+            raise RunError(
+                f"the drafters of {self.run.path} read other boundaries",
+                got=known,
+                remedy=f"Set target.boundaries as there; here they are {list(boundaries)}.",
+            )
+
+    def record(self) -> dict[str, Any]:
+        """For the manifest: which run, and the hash of every drafter that was used."""
+        manifest = self.run.manifest
+        return {
+            "run": manifest.get("name"),
+            "config_hash": manifest.get("config_hash"),
+            "sha256": {d.cell: d.sha for d in self.drafters},
+        }
+
+
+def find_drafters(experiment: Experiment, out: Path) -> Given | None:
+    """The drafters that ``applied.drafters`` names; None when the run trains its own.
+
+    Raises
+    ------
+    RunError: no such run, or it lacks drafters of the asked variants and seeds.
+    """
+    applied = experiment.applied
+    if applied is None or not applied.drafters:
+        return None
+    named = applied.drafters
+    sibling = out.parent / (f"{named}-{experiment.base}" if experiment.base else named)
+    folder = sibling if (sibling / "manifest.json").exists() else Path(named)
+    if not (folder / "manifest.json").exists():
+        raise RunError(
+            f"there are no drafters: neither {sibling} nor {named} is a run",
+            remedy="Run the experiment that trains them first, or --set applied.drafters=RUN.",
+        )
+    run = RunDirectory.open(folder)
+    cells = run.table("cells")
+    cells = cells[(cells["axis"] == "trained") & cells["seed"].isin(experiment.seeds)]
+    if applied.variants:
+        cells = cells[cells["variant"].isin(applied.variants)]
+    missing = sorted(set(applied.variants) - set(cells["variant"]))
+    seeds = sorted(set(experiment.seeds) - set(cells["seed"].tolist()))
+    if missing or seeds or not len(cells):
+        raise RunError(
+            f"{folder} lacks drafters",
+            got=", ".join([*missing, *(f"seed {s}" for s in seeds)]) or "none at all",
+            remedy="Set seeds and applied.variants to what that run trained.",
+        )
+    if len(undone := cells[cells["train_steps"].isna()]):
+        raise RunError(
+            f"{folder} has not trained all of its drafters",
+            got=", ".join(undone["cell"]),
+            remedy="Run that experiment again until every cell is done.",
+        )
+    found = []
+    for row in cells.sort_values(["seed", "cell"]).astype(object).to_dict("records"):
+        drafter = folder / "drafters" / row["cell"]
+        try:
+            sha = sha256((drafter / "config.json").read_bytes()).hexdigest()
+        except OSError:
+            raise RunError(
+                f"the drafter {drafter} is not there",
+                remedy="Run the experiment that trains it again.",
+            ) from None
+        known = {n: None if row[n] is None or row[n] != row[n] else row[n] for n in _KEPT}  # NaN
+        found.append(GivenDrafter(row["cell"], drafter, sha, known))
+    return Given(run, tuple(found))
+
+
+def unchanged_jobs(
+    plan: Plan, given: Given, run: Path, frozen: Path, measured: Features, rows: Rows | None
+) -> list[CellJob]:
+    """Each given drafter as it is: what the conditions are compared with."""
+    return [
+        plan.job(
+            *(run, frozen, measured, {**d.row, "axis": "trained", "condition": ""}),
+            drafter=d.folder,
+            rows=rows,
+        )
+        for d in given.drafters
+    ]
+
+
+@dataclass
+class Changed:
+    """Jobs of all conditions; ``notes`` and keys of ``states`` by condition, for the manifest."""
+
+    jobs: list[CellJob] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+
+
+def applied_jobs(
+    plan: Plan, unchanged: Sequence[CellJob], run: RunDirectory, frozen: Path, measured: Features
+) -> Changed:
+    """A cell for each condition and drafter. Conditions share texts and states where they can."""
+    applied = plan.experiment.applied
+    assert applied is not None
+    out, rows = Changed(), _TextRows(plan)
+    for condition in applied.conditions:
+        settings = tuple(dict(one) for one in condition.interventions)
+        made = [from_settings(one) for one in settings]  # before anything is computed
+        drafters = _chosen(condition, unchanged)
+        features, reference = _states(plan, condition, measured, rows)
+        out.states[condition.name] = features.key
+        out.notes[condition.name] = {
+            "interventions": [one.record() for one in made],
+            "states": features.key,
+            "drafters": len(drafters),
+            "own_texts": condition.changes_text,
+        }
+        for job in drafters:
+            cell = f"{job.cell}/{condition.name}"
+            row = {**job.row, "cell": cell, "axis": "applied", "condition": condition.name}
+            out.jobs.append(
+                plan.job(
+                    *(run.path, frozen, features, {**row, "coverage": None}),
+                    drafter=job.drafter,
+                    interventions=settings,
+                    reference=reference,
+                )
+            )
+    if rows.columns:
+        run.write_texts(rows.columns)
+    return out
+
+
+def _chosen(condition: Condition, unchanged: Sequence[CellJob]) -> list[CellJob]:
+    known = {job.row["variant"] for job in unchanged}
+    if absent := sorted(set(condition.variants) - known):
+        raise ConfigError(
+            f"condition {condition.name} names variants that are not measured",
+            got=", ".join(absent),
+            remedy=f"Measured: {', '.join(sorted(known))}.",
+        )
+    wanted = set(condition.variants) or known
+    return [job for job in unchanged if job.row["variant"] in wanted]
+
+
+class _TextRows:
+    """Rows of the table ``texts``, condition by condition."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._spec = plan.experiment.measure
+        self.columns: dict[str, list[Any]] = {}
+
+    def add(self, condition: str, texts: Sequence[Text], found: Sequence[Source]) -> None:
+        rows = prompt_rows(texts, found, self._spec)
+        for name, values in {"condition": [condition] * len(texts), **rows}.items():
+            self.columns.setdefault(name, []).extend(values)
+
+
+def _states(
+    plan: Plan, condition: Condition, measured: Features, rows: _TextRows
+) -> tuple[Features, str | None]:
+    """States that the drafters read under ``condition``; and the key of the unchanged target's
+    states of the same texts when it is not that target that is read."""
+    texts: Sequence[Text] = measured.texts
+    if condition.changes_text:
+        texts, found = plan.texts(condition)
+        rows.add(condition.name, texts, found)
+    label = f"states of {condition.name}"
+    if condition.quantize is None:
+        return (plan.states(texts, label) if condition.changes_text else measured), None
+    plain = plan.states(texts, f"{label}, target unchanged") if condition.writes else measured
+    if not condition.writes and condition.changes_text:
+        plain = plan.states(texts, f"{label}, target unchanged")
+    return plan.states(texts, label, plan.rounded(condition.quantize)), plain.key
