@@ -285,6 +285,32 @@ def figures(
 
 
 @app.command()
+def compare(
+    run: Annotated[str, typer.Argument(help="A run, or RUN:CELL for one cell of it.")],
+    other: Annotated[
+        str,
+        typer.Argument(help="Another run or RUN:CELL; or a vLLM /metrics page or SGLang log."),
+    ],
+    text: Annotated[
+        str | None, typer.Option(help="sampled, greedy or given; the headline's text.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Drafts a round, when the engine's file does not say.")
+    ] = None,
+) -> None:
+    """Compare two runs, paired by prompt and seed; or a run with what an engine counted."""
+    from driftlab.results.compare import compare as paired
+    from driftlab.results.served import compare_served
+
+    if Path(other).is_file():
+        typer.echo(str(compare_served(run, other, kind=text, depth=depth)))
+        return
+    if depth is not None:
+        raise ConfigError("--depth belongs to an engine's file", remedy="Leave it away.")
+    typer.echo(str(paired(run, other, kind=text)))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the run.")] = None,
