@@ -311,6 +311,17 @@ def compare(
 
 
 @app.command()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Runs that differ in seeds or variants.")],
+    out: Annotated[Path, typer.Option(help="Folder of the one run that they become.")],
+) -> None:
+    """Make one run of several that differ only in seeds and variants."""
+    from driftlab.results.merge import merge as joined
+
+    _finish(joined(runs, out))
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     out: Annotated[Path | None, typer.Option(help="The page; report.html in the run.")] = None,

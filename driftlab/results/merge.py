@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from driftlab.config import Experiment
+from driftlab.config import Axes, Experiment, build_experiment
+from driftlab.errors import RunError
+from driftlab.results.records import RunDirectory, config_hash
+from driftlab.results.shards import atomic_file
 
 _UNMOVED = ("question", "base", "analysis", "workers")
 
@@ -32,3 +40,144 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     if experiment.applied is None:
         del config["applied"]
     return config
+
+
+def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
+    """Make one run of finished runs that differ only in name, seeds, axes and workers.
+
+    Cells, drafters and rows are copied as they are (drafters are hard links where the disk allows
+    it). When the cells are the product of the merged axes and seeds, ``driftlab ablate`` with such
+    an experiment knows the merged run as its own and resumes it. Merging again goes on where it
+    was killed.
+
+    Raises
+    ------
+    RunError: fewer than two runs, one is not finished, they differ otherwise (it is said in what),
+        hold the same cell, or ``out`` holds another run.
+    """
+    found = [RunDirectory.open(path) for path in runs]
+    if len(found) < 2:
+        raise RunError("merging takes two runs or more", got=len(found))
+    manifests = [run.manifest for run in found]
+    experiments = [_experiment(run) for run in found]
+    _refuse_unlike(found, manifests, experiments)
+    rows = [run.table("cells").to_dict("records") for run in found]
+    owners: dict[str, Path] = {}
+    for run, own in zip(found, rows, strict=True):
+        for row in own:
+            if row["cell"] in owners:
+                raise RunError(
+                    f"{owners[row['cell']]} and {run.path} both hold the cell {row['cell']}",
+                    remedy="Merge runs of other seeds or variants.",
+                )
+            if row["status"] != "done":
+                raise RunError(
+                    f"{run.path} is not finished",
+                    got=f"{row['cell']}: {row['status']}",
+                    remedy="Run it again until every cell is done.",
+                )
+            owners[row["cell"]] = run.path
+    out = Path(out)
+    merged = _union(experiments, out.name)
+    first = manifests[0]
+    manifest = {
+        **{name: first[name] for name in _KEPT if name in first},
+        "config": merged.model_dump(mode="json"),
+        "config_hash": config_hash(identity(merged)),
+        "name": merged.name,
+        "merged": [
+            {n: m.get(n) for n in ("name", "config_hash", "command", "created", "versions", "git")}
+            | {"cells": sorted(row["cell"] for row in own)}
+            for m, own in zip(manifests, rows, strict=True)
+        ],
+    }
+    with RunDirectory.create(out, manifest) as made:
+        for run in found:
+            _copy(run.path, out)
+        made.finish()
+    return RunDirectory.open(out)
+
+
+_KEPT = (
+    *("question", "versions", "git", "hardware", "inputs", "assumed", "resolved", "coverage"),
+    "drafters",
+    "conditions",
+)
+
+
+def _experiment(run: RunDirectory) -> Experiment:
+    return build_experiment(dict(run.manifest["config"]), where=str(run.path))
+
+
+def _refuse_unlike(
+    runs: Sequence[RunDirectory],
+    manifests: Sequence[Mapping[str, Any]],
+    experiments: Sequence[Experiment],
+) -> None:
+    first = _leaves(_alike(experiments[0]))
+    for run, manifest, experiment in zip(runs[1:], manifests[1:], experiments[1:], strict=True):
+        other = _leaves(_alike(experiment))
+        differs = {n: (first.get(n), other.get(n)) for n in sorted({*first, *other})}
+        differs = {n: pair for n, pair in differs.items() if pair[0] != pair[1]}
+        held, given = manifests[0].get("inputs") or {}, manifest.get("inputs") or {}
+        for name in sorted({*held, *given} - {"drafters"}):
+            if held.get(name) != given.get(name):
+                differs[f"inputs.{name}"] = (held.get(name), given.get(name))
+        if differs:
+            said = "; ".join(f"{n}: {a} and {b}" for n, (a, b) in differs.items())
+            raise RunError(
+                f"{runs[0].path} and {run.path} are no parts of one run",
+                got=said,
+                remedy="Only name, seeds, axes and workers may differ.",
+            )
+        if not runs[0].table("prompts").equals(run.table("prompts")):
+            raise RunError(f"{runs[0].path} and {run.path} measured other texts")
+
+
+def _alike(experiment: Experiment) -> dict[str, Any]:
+    config = identity(experiment)
+    return {n: v for n, v in config.items() if n not in ("name", "seeds", "axes")}
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _leaves(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def _union(experiments: Sequence[Experiment], name: str) -> Experiment:
+    """The first experiment with the seeds and axes of all, each value in the order of its enum
+    (numbers ascending), so that one experiment file gives the same settings."""
+    data = experiments[0].model_dump(mode="json")
+    data["name"] = name
+    data["seeds"] = sorted({seed for e in experiments for seed in e.seeds})
+    for axis in Axes.model_fields:
+        values = {value for e in experiments for value in getattr(e.axes, axis)}
+        kind = type(next(iter(values), None))
+        order = list(kind) if issubclass(kind, Enum) else sorted(values)
+        data["axes"][axis] = [v for v in order if v in values]
+    return build_experiment(data, where="merged runs")
+
+
+def _copy(source: Path, out: Path) -> None:
+    """Everything of ``source`` that belongs to a cell; what is there already stays."""
+    for folder in ("shards", "rows", "drafters"):
+        for path in sorted((source / folder).rglob("*")):
+            if not path.is_file() or path.name.startswith("."):
+                continue
+            place = out / path.relative_to(source)
+            if place.exists():
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                if folder != "drafters":
+                    raise OSError  # small, and rewritten when they are damaged
+                os.link(path, place)
+            except OSError:
+                with atomic_file(place) as file, path.open("rb") as made:
+                    shutil.copyfileobj(made, file)
