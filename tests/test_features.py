@@ -30,7 +30,7 @@ WIDTH, BOUNDARIES = 4, (0, 2, 3)
 class Counting:
     """States that can be checked by hand: position, boundary and token, in every component."""
 
-    name, hidden_size, fingerprint = "counting", WIDTH, "f" * 64
+    name, hidden_size, fingerprint, dtype = "counting", WIDTH, "f" * 64, torch.float32
 
     def __init__(self, fail_after: int = 10**9, pause: float = 0.0) -> None:
         self.calls, self.fail_after, self.pause = 0, fail_after, pause
@@ -307,7 +307,7 @@ def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
             out.aux[0, 2, 5] = 70000.0  # more than float16 holds
             return out
 
-    with pytest.raises(NumericsError, match=r"position 2: .*not finite in float16"):
+    with pytest.raises(NumericsError, match=r"boundary 2 .*not finite in float16 at position 2"):
         build(tmp_path, Large(), dtype="float16")
     assert len(build(tmp_path, Large(), dtype="bfloat16")) == 12
 

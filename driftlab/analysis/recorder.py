@@ -31,6 +31,18 @@ RMS_SITES = {
     "rms_attn_out": "attn.out",
     "rms_mlp_out": "mlp.out",
 }
+# Columns of `steps` and the sites that they are made of, in the order of computing.
+_ORDER = (
+    ("rms_input", "feedback.in"),
+    ("entropy", "attn.pattern"),
+    *((region, "attn.pattern") for region in REGIONS),
+    ("rms_attn_out", "attn.out"),
+    ("rms_mlp_out", "mlp.out"),
+    ("rms_state_pre", "state.pre"),
+    ("l2_state_pre", "state.pre"),
+    ("rms_state_post", "state.post"),
+    ("l2_state_post", "state.post"),
+)
 
 
 class Step(Protocol):
@@ -38,6 +50,8 @@ class Step(Protocol):
 
     @property
     def depth(self) -> int: ...
+    @property
+    def tokens(self) -> Tensor: ...
     @property
     def draft(self) -> Tensor: ...
     @property
@@ -151,19 +165,25 @@ class Recorder:
         back = self.drafter.target_to_draft
         inside, log_q, rank = measures.truth_scores(step.logits, step.truth, back)
         kept |= {"in_vocab": inside, "logprob": log_q, "rank": rank}
-        kept |= {"draft": step.draft, "truth": step.truth}
+        kept |= {
+            "read": step.tokens,
+            "best": step.logits.amax(-1).float(),
+            "draft": step.draft,
+            "truth": step.truth,
+        }
         if self.target_probabilities is not None:
             at = (self.anchors + step.depth).clamp(max=self.target_probabilities.shape[1] - 1)
             kept["tv"] = measures.total_variation(step.logits, self.target_probabilities[:, at])
 
-    def tables(self, text: int, rows: Tensor, *, mode: str) -> dict[str, Columns]:
+    def tables(self, text: int, rows: Tensor, *, mode: str, where: str = "") -> dict[str, Columns]:
         """Tables of text ``text`` over the recorded rows ``rows`` (indices into anchors).
 
         Every row's truth must exist at every depth, so that depths compare the same anchors.
+        ``where`` names the text in messages.
 
         Raises
         ------
-        NumericsError: a value is NaN or infinite; site, depth and anchor are named.
+        NumericsError: a value is not finite; drafter, site, depth, anchor and token are named.
         """
         if self._stacked is None:
             self._stacked = _Stacked.of(self._depths)
@@ -177,7 +197,16 @@ class Recorder:
         if mode == "free":
             steps["accepted"] = np.logical_and.accumulate(steps["correct"], axis=0)
         steps |= {name: v.mean(axis=1) for name, v in heads.items()}
-        _check_finite(steps, depths, anchors)
+        if fault := self._first_fault(steps, depths, text, rows):
+            site, d, row, value = fault
+            raise NumericsError(
+                f"{site} of drafter {self.drafter.config.variant} is not finite at depth "
+                f"{depths[d]}, anchor {anchors[row]}, reading token {steps['read'][d, row]}"
+                + (f" of {where}" if where else ""),
+                got=value,
+                remedy="The cell is stopped and its rows are invalid; check checkpoint and dtype.",
+            )
+        steps = {name: v for name, v in steps.items() if name not in ("read", "best")}
         steps["depth"] = np.repeat(depths[:, None], n, axis=1)
         steps["anchor"] = np.repeat(anchors[None], len(depths), axis=0)
         by_head = {name: v.mean(axis=2) for name, v in heads.items()}  # [D, h]
@@ -192,6 +221,30 @@ class Recorder:
         if self._fused:
             found["fused"] = self._fused_rows(text, rows)
         return found
+
+    def _first_fault(
+        self, steps: Columns, depths: np.ndarray, text: int, rows: Tensor
+    ) -> tuple[str, int, int, float] | None:
+        """(site, depth's index, row, value) of the first value that is not finite, or None.
+
+        First of the shallowest depth, in the order of computing: whatever is after follows from it.
+        """
+        fused = [
+            (f"{site}.{i}", value[text, rows].cpu().numpy()[None])
+            for i, layer in enumerate(self._fused)
+            for site, value in (("fuse.in", layer["rms_in"]), ("fuse.normed", layer["rms_normed"]))
+        ]
+        own = [(site, steps[name]) for name, site in _ORDER if name in steps]
+        own += [
+            ("logits", steps["best"]),
+            *(("logits (against the target's)", steps[n]) for n in ("tv",) if n in steps),
+        ]
+        bad = [(site, values, np.argwhere(~np.isfinite(values))) for site, values in fused + own]
+        first = [(tuple(where[0]), site, values) for site, values, where in bad if len(where)]
+        if not first:
+            return None
+        (depth, row), site, values = min(first, key=lambda fault: fault[0][0])
+        return site, int(depth), int(row), float(values[depth, row])
 
     def _fused_rows(self, text: int, rows: Tensor) -> Columns:
         means = [
@@ -225,25 +278,6 @@ class _Stacked:
         names = kept[order[0]].per_row
         per_row = {n: np.stack([kept[d].per_row[n].cpu().numpy() for d in order]) for n in names}
         return cls(np.array(order), per_row, per_head)
-
-
-# Absent by design where the truth is not in the draft vocabulary.
-_MAY_BE_NAN = ("logprob",)
-
-
-def _check_finite(columns: Columns, depths: np.ndarray, anchors: np.ndarray) -> None:
-    """Raise for the shallowest value that is not finite: deeper ones follow from it."""
-    floats = {n: v for n, v in columns.items() if v.dtype.kind == "f" and n not in _MAY_BE_NAN}
-    bad = {name: np.argwhere(~np.isfinite(values)) for name, values in floats.items()}
-    first = {name: tuple(where[0]) for name, where in bad.items() if len(where)}
-    if first:
-        name = min(first, key=lambda n: first[n][0])  # of one depth: in the order of computing
-        depth, row = first[name]
-        raise NumericsError(
-            f"{name} is not finite at depth {depths[depth]}, anchor {anchors[row]}",
-            got=float(floats[name][depth, row]),
-            remedy="The cell is stopped; check the checkpoint and its dtype.",
-        )
 
 
 def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ class StateSource(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
     def check_boundaries(self, boundaries: Sequence[int]) -> None: ...
     def self_check(self, tokens: Sequence[int]) -> None: ...
     def forward(
@@ -464,13 +466,30 @@ def _states(
             rows[i] = states[b, : lengths[b]]
             finite = rows[i].isfinite().all(-1)
             if not bool(finite.all()):
-                position = int(finite.logical_not().nonzero()[0])
-                raise NumericsError(
-                    f"text {texts[i].prompt_id}, position {position}: a state of {target.name} is"
-                    f" not finite in {str(dtype).removeprefix('torch.')}",
-                    remedy="Store the states as bfloat16 or float32, or load the target so.",
-                )
+                raise _overflow(target, texts[i], states[b], finite, boundaries, dtype)
     return torch.cat(rows)
+
+
+def _overflow(
+    target: StateSource,
+    text: Text,
+    states: Tensor,
+    finite: Tensor,
+    boundaries: Sequence[int],
+    dtype: torch.dtype,
+) -> NumericsError:
+    """What is not finite first: model, site, position and token. states [S, (A + 1) * Ht]."""
+    position = int(finite.logical_not().nonzero()[0])
+    parts = states[position].split(target.hidden_size)
+    k = next(k for k, part in enumerate(parts) if not bool(part.isfinite().all()))
+    site = f"boundary {boundaries[k]}" if k < len(boundaries) else "the state after the final norm"
+    own, stored = (str(d).removeprefix("torch.") for d in (target.dtype, dtype))
+    return NumericsError(
+        f"{site} of {target.name} is not finite in {stored} at position {position}, token "
+        f"{text.tokens[position]} of text {text.prompt_id}",
+        got=f"computed in {own}, whose largest number is {torch.finfo(target.dtype).max:.4g}",
+        remedy="Load the target in bfloat16 or float32.",
+    )
 
 
 def _digest(path: Path, size: int) -> str | None:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from driftlab.errors import ContractError, DataError
+from driftlab.errors import ContractError, DataError, NumericsError
 from driftlab.models.drafter import Drafter, Memory
 from driftlab.models.target import Target
 
@@ -35,12 +35,17 @@ class Round:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A continuation made by speculation. ``rule`` says how drafts were accepted."""
+    """A continuation made by speculation. ``rule`` says how drafts were accepted.
+
+    ``ties`` counts the verified positions at which the target's two best tokens have the same
+    logit: there another kernel may choose another one.
+    """
 
     tokens: tuple[int, ...]
     prompt_len: int
     rounds: tuple[Round, ...]
     rule: str
+    ties: int = 0
 
     @property
     def continuation(self) -> tuple[int, ...]:
@@ -70,6 +75,7 @@ def speculate(
     ContractError: see `check_pair`; or a sampled draft at temperature 0.
     DataError: an empty or foreign prompt, prompt + new tokens beyond the target's context, or a
         depth or number of new tokens below 1.
+    NumericsError: logits of either model are not finite; model, depth and position are named.
     """
     if draft == "sampled" and temperature == 0:
         raise ContractError("a sampled draft needs a temperature above 0")
@@ -86,6 +92,7 @@ def speculate(
     fuses = bool(drafter.config.boundaries)
     tokens, aux = list(prompt), session.aux if fuses else session.last
     rounds: list[Round] = []
+    ties = _ties(session.logits[0, -1:], target.name, len(prompt) - 1)
     tokens.append(_choose(session.logits[0, -1], temperature, rng))
     memory = drafter.new_memory()
     limit = len(prompt) + max_new_tokens
@@ -98,6 +105,7 @@ def speculate(
             block = session.extend([tokens[-1], *drafted])
             if block.logits is None:
                 raise ContractError("verification needs the target's logits")
+            ties += _ties(block.logits[0], target.name, anchor + 1)
             accepted, bonus = verify(block.logits[0], drafted, q, temperature, rng)
             session.rewind(len(tokens) + accepted)
             aux = (block.aux if fuses else block.last)[:, : accepted + 1]
@@ -111,7 +119,7 @@ def speculate(
             kept = kept[: i + 1]
             break
     rule = "greedy match" if temperature == 0 else f"{draft} draft, temperature {temperature}"
-    return Speculation(tuple(kept), len(prompt), tuple(rounds), rule)
+    return Speculation(tuple(kept), len(prompt), tuple(rounds), rule, ties)
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:
@@ -154,6 +162,7 @@ def _draft(
             newest = torch.tensor([[drafted[-1]]], device=aux.device)
             state = drafter.step(newest, state.feedback[:, -1:], memory, depth=d)
         logits = drafter.logits(state)[0, -1]
+        _ties(logits[None], f"drafter {drafter.config.variant}, depth {d},", len(tokens) - 2)
         if draft == "greedy":
             choice = logits.argmax()
         else:
@@ -166,6 +175,22 @@ def _draft(
     wide = torch.zeros(depth, drafter.config.vocab_size)
     wide[:, drafter.draft_to_target.cpu()] = torch.stack(chances)
     return drafted, wide
+
+
+def _ties(logits: Tensor, owner: str, position: int) -> int:
+    """How many rows of logits [N, V] have no single best token.
+
+    Raises NumericsError when one is not finite; ``position`` is that of the first row.
+    """
+    best = logits.amax(-1)
+    if not bool(best.isfinite().all()):
+        row = int((~best.isfinite()).nonzero()[0])
+        raise NumericsError(
+            f"the logits of {owner} are not finite at position {position + row}",
+            got=f"computed in {str(logits.dtype).removeprefix('torch.')}",
+            remedy="Use bfloat16 or float32; if it is, the weights are damaged.",
+        )
+    return int(((logits == best[..., None]).sum(-1) > 1).sum())
 
 
 def verify(

@@ -96,7 +96,8 @@ def probe(
                     recorder.add(step)
             for b, i in enumerate(used):
                 rows = torch.isin(anchors, own[i]).nonzero()[:, 0]
-                for name, columns in recorder.tables(b, rows, mode=mode).items():
+                where = f"{texts[i].kind} text {texts[i].prompt_id}"
+                for name, columns in recorder.tables(b, rows, mode=mode, where=where).items():
                     if name == "fused" and mode != spec.modes[0]:
                         continue  # depth 1 is the same in every mode
                     n = len(next(iter(columns.values())))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from driftlab.config import Origin, Provenance, Sourced
-from driftlab.errors import ContractError, DataError
-from driftlab.models import attention, generation
+from driftlab.errors import ContractError, DataError, NumericsError
+from driftlab.models import attention, continuation, generation
 from driftlab.models.anatomy import Anatomy, Forward
 from driftlab.models.attention import Pattern, Reader
+from driftlab.models.continuation import Request
 from driftlab.models.generation import Session
 from driftlab.models.loading import fingerprint, load_model
 
@@ -237,12 +239,22 @@ class Target(Anatomy):
         Raises
         ------
         ContractError: naming which of the two differs, and at how many positions.
+        NumericsError: the model's own logits are not finite.
         """
         self.check_tokens(tokens, what="the self-check")
         ids = torch.tensor([list(tokens)], device=self.device)
         out = self.forward(ids, torch.tensor([len(tokens)]), (self.n_layers,))
         with torch.no_grad():
             own = self.model(input_ids=ids, use_cache=False).logits.to(self.device)
+            best = own.amax(-1)[0]
+            if not bool(best.isfinite().all()):
+                raise NumericsError(
+                    f"the logits of {self.name} are not finite at position "
+                    f"{int((~best.isfinite()).nonzero()[0])} of the self-check",
+                    got=f"computed in {str(own.dtype).removeprefix('torch.')}",
+                    remedy="Load the target in bfloat16 or float32; if it is, its weights are "
+                    "damaged.",
+                )
             rebuilt = {
                 "last": out.logits,
                 f"boundary {self.n_layers}": self.head(self.final_norm(out.aux)).to(self.device),
@@ -281,15 +293,51 @@ class Target(Anatomy):
         Raises
         ------
         DataError: an empty prompt, foreign tokens, or prompt + new tokens beyond the context.
+        NumericsError: logits are not finite; prompt and position are named.
         """
-        return generation.generate(
+        for i, prompt in enumerate(prompts):
+            self.check_tokens(prompt, what=f"prompt {i}", extra=max_new_tokens)
+        # Like lengths together: the order cannot matter to any result.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        texts: list[list[int]] = [[] for _ in prompts]
+        with tqdm(
+            total=len(prompts) * max_new_tokens,
+            desc=progress,
+            unit="tok",
+            disable=None if progress else True,
+        ) as bar:
+            for request, text in self.stream(
+                (Request(prompts[i], seed, i) for i in order),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                batch=batch,
+                on_tokens=bar.update,
+            ):
+                texts[request.index] = text
+                bar.update(max_new_tokens - len(text))
+        return texts
+
+    def stream(
+        self,
+        requests: Iterable[Request],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        batch: int = 32,
+        on_tokens: Callable[[int], object] = lambda n: None,
+    ) -> Iterator[tuple[Request, list[int]]]:
+        """Like :meth:`generate`, for prompts that are taken when a row of the batch is free.
+
+        A request and its new tokens come out as soon as they are complete, in any order.
+        ``on_tokens`` is told how many tokens each step made.
+        """
+        return continuation.stream(
             self,
-            prompts,
+            requests,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            seed=seed,
             batch=batch,
-            progress=progress,
+            on_tokens=on_tokens,
         )
 
     def session(self, tokens: Sequence[int], boundaries: Sequence[int]) -> Session:

@@ -1,0 +1,208 @@
+"""Work that does not fit is refused before it begins, and nothing grows or stays behind."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+
+from driftlab.analysis.interventions import apply, mask_chain_keys, noise, pin_norm
+from driftlab.config import MeasureSpec, TrainSpec
+from driftlab.engines.anchors import unroll
+from driftlab.engines.chain import speculate
+from driftlab.engines.probe import probe
+from driftlab.errors import ResourceError
+from driftlab.models import memory
+from driftlab.models.hooks import attach, capture
+
+
+def test_the_refusal_says_what_fits() -> None:
+    with pytest.raises(ResourceError) as caught:
+        memory.refuse_too_large("probing", lambda n: n << 30, 9, "--batch", free=int(6.2 * 2**30))
+    assert caught.value.cause == "probing needs 9.0 GB of memory (got 6.2 GB free)"
+    assert caught.value.remedy == "Use --batch 6."
+    with pytest.raises(ResourceError, match="Not even --batch 1 fits"):
+        memory.refuse_too_large("probing", lambda n: n << 30, 2, "--batch", free=1000)
+    assert memory.refuse_too_large("x", lambda n: n << 30, 5, "--batch", free=6 << 30) == 5 << 30
+
+
+def test_free_memory_is_what_the_system_says() -> None:
+    free = memory.free_bytes()
+    assert free is not None and 0 < free < 2**50
+    available = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    assert free <= available + (1 << 30)
+
+
+@pytest.mark.parametrize("variant", ["none+pre_norm+raw", "per_layer+post_norm+raw"])
+def test_parameters_are_counted_by_shapes(variant: str) -> None:
+    made = pairs.drafter(**pairs.VARIANTS[variant])
+    every, moved = memory.drafter_numbers(made.config)
+    own = sum(p.numel() for p in made.parameters())
+    norms = sum(p.numel() for n, p in made.named_parameters() if "fc_norm" in n)
+    assert every == own - norms, "fusion norms are too small to count"
+    assert moved == every - made.embed_tokens.weight.numel()
+
+
+def test_needs_grow_with_what_they_are_made_of() -> None:
+    config, spec = pairs.config(), TrainSpec(steps=1)
+    assert memory.training_bytes(config, spec, 64) < memory.training_bytes(config, spec, 128)
+    more = spec.model_copy(update={"batch": 8})
+    assert memory.training_bytes(config, spec, 64) < memory.training_bytes(config, more, 64)
+    assert memory.training_bytes(config, spec, 512) == memory.training_bytes(config, spec, 9000)
+    assert memory.probing_bytes(config, 1, 64, 4) < memory.probing_bytes(config, 2, 64, 4)
+    assert memory.probing_bytes(config, 1, 64, 4) < memory.probing_bytes(config, 1, 64, 8)
+
+
+# --- nothing stays ------------------------------------------------------------------------------
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def text(seed: int = 3, n: int = 20) -> Any:
+    tokens = pairs.ids(n, seed=seed).tolist()
+    return pairs.as_text(tokens[:4], tokens[4:], f"p{seed}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_hook_and_no_tensor_survives_a_context(fails: bool) -> None:
+    """Hooks, captures, interventions, recorder, the target's own captures; also after errors."""
+    teacher, made = pairs.target(), pairs.drafter()
+    before = hooks(made), hooks(teacher.model)
+    given = text()
+    aux = pairs.states(teacher, torch.tensor([given.tokens]))
+    seen: list[weakref.ref] = []
+
+    def watch(value: torch.Tensor, moment: Any) -> torch.Tensor:
+        changed = value + 0
+        seen.extend((weakref.ref(value), weakref.ref(changed)))
+        if fails and moment.depth == 2:
+            raise ValueError("on purpose")
+        return changed
+
+    def run() -> None:
+        changes = [pin_norm(), noise(0.1, seed=0), mask_chain_keys()]
+        with (
+            attach(made, ["attn.*", "state.*", "logits"], watch),
+            capture(made, "resid.mid"),
+            teacher.capture((1, 2)),
+        ):
+            for step in unroll(made, torch.tensor([given.tokens]), aux, depth=3, mode="free"):
+                seen.append(weakref.ref(step.logits))
+        with apply(made, changes) as changed:
+            probe(changed, [given], [aux[0]], MeasureSpec(depth=2))
+
+    failed = False
+    try:
+        run()
+    except ValueError:
+        failed = True  # and the error is gone with its frames, which hold tensors
+    assert failed is fails
+    gc.collect()
+    assert len(seen) > 10
+    assert [ref for ref in seen if ref() is not None] == []
+    assert (hooks(made), hooks(teacher.model)) == before
+
+
+def test_a_speculation_leaves_no_cache() -> None:
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    teacher, made = pairs.target(), pairs.drafter()
+    speculate(teacher, made, [1, 2, 3], depth=2, max_new_tokens=8)
+    before = tensors()
+    for _ in range(3):
+        speculate(teacher, made, [1, 2, 3], depth=2, max_new_tokens=8)
+    assert tensors() <= before
+
+
+# --- measured in processes of their own ---------------------------------------------------------
+
+GROWTH = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+import torch
+import test_memory as t, pairs
+from driftlab.config import MeasureSpec
+from driftlab.engines.probe import probe
+made, teacher = pairs.drafter(), pairs.target()
+def resident():
+    return int(open('/proc/self/statm').read().split()[1]) * 4096
+found = []
+for i in range(200):
+    given = t.text(i, 120)
+    aux = pairs.states(teacher, torch.tensor([given.tokens]))[0]
+    probe(made, [given], [aux], MeasureSpec(depth=6))
+    found.append(resident())
+print(found[39], found[199])
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_200_prompts() -> None:
+    code = GROWTH.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    early, late = map(int, done.stdout.split())
+    print(f"resident after 40 prompts {early / 2**20:.1f} MiB, after 200 {late / 2**20:.1f} MiB")
+    assert late - early < 4 << 20
+
+
+PEAK = """
+import resource, sys, tempfile
+sys.path.insert(0, {tests!r})
+import torch
+import pairs
+from driftlab.config import MeasureSpec, TrainSpec
+from driftlab.data.features import FeatureStore
+from driftlab.engines.probe import probe
+from driftlab.engines.train import initialise, train
+from driftlab.models import memory
+from driftlab.models.target import Target
+from driftlab.models.tiny import tiny_llama
+wide = dict(vocab_size=4000, hidden_size=256)
+teacher = Target.from_model(tiny_llama(**wide, layers=4, max_position=512), name="w", eos_ids=())
+config = pairs.config(
+    hidden_size=256, target_hidden_size=256, intermediate_size=704, num_heads=8, num_kv_heads=4,
+    head_dim=32, vocab_size=4000, draft_vocab_size=2000)
+rng = torch.Generator().manual_seed(0)
+rows = torch.randint(0, 2000, (16, 400), generator=rng).tolist()
+texts = [pairs.as_text(r[:20], r[20:], f"p{{i}}") for i, r in enumerate(rows)]
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+store = FeatureStore(tempfile.mkdtemp())
+states = store.build(teacher, texts, config.boundaries, dtype="float32")
+made = initialise(config, teacher, torch.arange(2000), seed=0, head_init=1.0)
+before = peak()
+if {what!r} == "train":
+    spec = TrainSpec(steps=2, batch=8, max_length=400)
+    train(made, states, teacher, spec, seed=0)
+    need = memory.training_bytes(config, spec, 400)
+else:
+    items = [states.item(i)["aux"] for i in range(16)]
+    probe(made, texts, items, MeasureSpec(depth=8))
+    need = memory.probing_bytes(config, 16, 400, 8)
+print(before, peak(), need)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["train", "probe"])
+def test_estimates_are_right_within_a_factor_of_two(what: str) -> None:
+    code = PEAK.format(tests=str(Path(__file__).parent), what=what)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, peak, need = map(int, done.stdout.split()[-3:])
+    print(f"{what}: estimated {memory.size(need)}, measured {memory.size(peak - before)}")
+    assert 0.5 < need / (peak - before) < 2
