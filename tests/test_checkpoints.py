@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,15 @@ from driftlab.errors import (
     ContractError,
     DriftlabError,
 )
-from driftlab.models.checkpoints import Dialect, Resolved, inspect, load_drafter
+from driftlab.models.checkpoints import (
+    Dialect,
+    Resolved,
+    inspect,
+    load_drafter,
+    save_drafter,
+)
 from driftlab.models.drafter import Drafter, MLAProjections
+from driftlab.models.hooks import capture
 
 V, VD, H, FFN, HEADS, GROUPS, HEAD = 97, 40, 32, 48, 4, 2, 8
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -246,9 +253,13 @@ def reference(read: Read) -> Tensor:
 # The same weights everywhere ---------------------------------------------------------------
 
 
+# ModelOpt's HF trainer norms the hidden state twice, which no other trainer does.
+ONCE = {"overrides": {"double_hidden_norm": False}}
+
+
 @pytest.mark.parametrize("dialect", SPELLINGS)
 def test_every_spelling_gives_the_same_numbers(dialect: str, read: Read) -> None:
-    drafter = read(*spell(dialect))
+    drafter = read(*spell(dialect), **(ONCE if dialect == "modelopt-hf" else {}))
     assert drafter.provenance["dialect"].value == dialect
     assert drafter.config.boundaries == DEFAULT
     assert torch.equal(drafter.draft_to_target, KEPT)
@@ -274,11 +285,41 @@ def test_modelopt_rope_block_and_layers_of_the_target(read: Read) -> None:
         "factor": 32.0,
         "original_max_position_embeddings": 2048,
     }
-    drafter = read(config, tensors)
+    drafter = read(config, tensors, **ONCE)
     assert drafter.provenance["rope.rope_type"].origin is Origin.assumed
     assert torch.equal(chain(drafter), reference(read))
     config["rope_scaling"]["factor"] = 16.0
     assert read(config, tensors).config.rope.rope_type == "yarn"
+
+
+def test_modelopt_norms_the_hidden_state_twice(read: Read) -> None:
+    """X4: hidden_norm(input_layernorm(u)), by hand; the file does not say, so it is assumed."""
+    config, tensors = spell("modelopt-hf")
+    drafter = read(config, tensors)
+    said = drafter.provenance["double_hidden_norm"]
+    assert said.value is True and said.origin is Origin.assumed and "X4" in said.where
+    w_in = tensors["layers.0.input_layernorm.weight"]
+    w_hid = tensors["layers.0.hidden_norm.weight"]
+    note = next(n for n in drafter.provenance["notes"].value if "input_layernorm(u)" in n)
+    assert f"{float(w_in.min()):.3g} to {float(w_in.max()):.3g}" in note
+
+    def rms(x: Tensor, gains: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * gains
+
+    with capture(drafter, ["feedback.in", "feedback.normed"]) as seen:
+        chain(drafter, depth=1)
+    u = seen["feedback.in", 1]
+    assert torch.allclose(seen["feedback.normed", 1], rms(rms(u, w_in), w_hid), atol=1e-5)
+    assert not torch.allclose(rms(rms(u, w_in), w_hid), rms(u, w_hid), atol=1e-2)
+
+
+def test_the_trainer_of_low_rank_modelopt_is_not_established(read: Read) -> None:
+    config = kimi(eagle_config=MODELOPT)
+    del config["_torchspec_version"]
+    drafter = read(config, bare(low_rank()))
+    assert drafter.provenance["dialect"].value == "modelopt-hf"
+    assert drafter.config.double_hidden_norm is False
+    assert drafter.provenance["double_hidden_norm"].origin is Origin.assumed
 
 
 @pytest.mark.parametrize("layout", ["sharded", "bin", "sharded bin", "fused", "bfloat16"])
@@ -951,6 +992,133 @@ def test_padded_and_foreign_vocabularies(read: Read) -> None:
     assert bare_drafter.config.vocab_size == 128
     with pytest.raises(ContractError, match="97 tokens"):
         read(config, tensors, target=Target(vocab_size=320))
+
+
+@dataclass
+class Words:
+    """A tokenizer as far as a comparison asks."""
+
+    words: list[str]
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+
+@dataclass
+class Speaking(Target):
+    tokenizer: Words = field(default_factory=lambda: Words(WORDS))
+
+
+WORDS = [f"w{i}" for i in range(V)]
+
+
+def tokenizer(folder: Path, words: list[str], *, scores: bool = False) -> None:
+    """Write a tokenizer.json of ``words``, the last of them an added token."""
+    *first, last = words
+    vocab: Any = {w: i for i, w in enumerate(first)}
+    if scores:
+        vocab = [[w, -float(i)] for i, w in enumerate(first)]
+    added = [{"id": len(first), "content": last, "special": True}]
+    data = {"version": "1.0", "model": {"type": "BPE", "vocab": vocab}, "added_tokens": added}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_token_strings_are_compared(tmp_path: Path, scores: bool) -> None:
+    folder = write_checkpoint(tmp_path / "d", *plain())
+    tokenizer(folder, WORDS, scores=scores)
+    said = load_drafter(folder, target=Speaking()).provenance["tokenizer"]
+    assert said.value == "equal" and f"{V} token ids" in said.where
+    # Any size is fine when the strings agree and the rest is padding.
+    odd = Speaking(vocab_size=103, embedding_weight=random(103, H), head_weight=random(103, H))
+    drafter = load_drafter(folder, target=odd)
+    assert any("103 tokens, drafter of 97" in n for n in drafter.provenance["notes"].value)
+    grown = replace(odd, tokenizer=Words([*WORDS, "new"]))
+    assert (
+        "1 in the target alone" in load_drafter(folder, target=grown).provenance["tokenizer"].where
+    )
+    swapped = Words([*WORDS[:5], "w6", "w5", *WORDS[7:]])
+    with pytest.raises(ContractError, match=r"token 5 is 'w5' in .* and 'w6' in the target") as e:
+        load_drafter(folder, target=Speaking(tokenizer=swapped))
+    assert "2 of 97 ids differ" in str(e.value)
+
+
+def test_token_strings_of_driftlabs_own_layout(tmp_path: Path, read: Read) -> None:
+    save_drafter(read(*plain()), tmp_path / "own")
+    tokenizer(tmp_path / "own", WORDS)
+    drafter = load_drafter(tmp_path / "own", target=Speaking())
+    assert drafter.provenance["tokenizer"].value == "equal"
+    with pytest.raises(ContractError, match="token 0 is 'w0'"):
+        load_drafter(tmp_path / "own", target=Speaking(tokenizer=Words(WORDS[1:])))
+    tokenizer(tmp_path / "own", ["x"])
+    (tmp_path / "own" / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(CheckpointError, match="holds no vocabulary"):
+        load_drafter(tmp_path / "own", target=Speaking())
+
+
+# Automodel's map lies beside the weights -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "place", ["speculative_token_map.pt", "eagle_meta.pt", "eagle3_meta.pt", "../eagle_meta.pt"]
+)
+def test_a_map_in_a_side_file(tmp_path: Path, read: Read, place: str) -> None:
+    config, tensors = spell("automodel")
+    bare_map = without(tensors, "d2t", "t2d")
+    folder = write_checkpoint(tmp_path / "run" / "model", config, bare_map)
+    with pytest.raises(CheckpointError, match=r"has no d2t"):
+        load_drafter(folder, target=TARGET)
+    meta = {"global_step": 7, "epoch": 1, "selected_token_ids": KEPT, "selected_token_mask": None}
+    torch.save(KEPT if "map" in place else meta, folder / place)
+    drafter = load_drafter(folder, target=TARGET)
+    assert torch.equal(drafter.draft_to_target, KEPT)
+    said = drafter.provenance["draft_to_target"]
+    assert said.origin is Origin.read and Path(place).name in said.where
+    assert torch.equal(chain(drafter), reference(read))
+
+
+@pytest.mark.parametrize(
+    ("ids", "fault"),
+    [
+        (KEPT[:-1], "39 ids for a head of 40"),
+        (KEPT + 60, "an id outside"),
+        (torch.zeros(VD, dtype=torch.long), "an id twice"),
+        (KEPT.float(), "no vector of token ids"),
+        ([1, 2], "no vector of token ids"),
+    ],
+)
+def test_a_side_file_of_another_training(tmp_path: Path, ids: Any, fault: str) -> None:
+    config, tensors = spell("automodel")
+    folder = write_checkpoint(tmp_path / "d", config, without(tensors, "d2t", "t2d"))
+    torch.save(ids, folder / "speculative_token_map.pt")
+    with pytest.raises(CheckpointError, match=fault):
+        load_drafter(folder, target=TARGET)
+
+
+def test_a_side_file_against_the_weights_map(tmp_path: Path) -> None:
+    config, tensors = spell("automodel")
+    folder = write_checkpoint(tmp_path / "d", config, tensors)
+    torch.save(KEPT, folder / "speculative_token_map.pt")
+    assert not inspect(folder, target=TARGET).conflicts
+    torch.save({"selected_token_ids": KEPT + 1}, folder / "eagle_meta.pt")
+    with pytest.raises(CheckpointError, match="map draft ids to other tokens"):
+        load_drafter(folder, target=TARGET)
+    (folder / "speculative_token_map.pt").unlink()
+    found = inspect(folder, target=TARGET)
+    assert found.draft_to_target is not None and torch.equal(found.draft_to_target, KEPT)
+    assert any("sends draft id 0 to 4, the weights' map to 3" in c for c in found.conflicts)
+
+
+def test_a_side_file_with_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, ("touch executed",)
+
+    folder = write_checkpoint(tmp_path / "d", *spell("automodel"))
+    torch.save({"selected_token_ids": Evil()}, folder / "eagle_meta.pt")
+    with pytest.raises(CheckpointError, match="could run its code"):
+        load_drafter(folder, target=TARGET)
+    assert not Path("executed").exists()
 
 
 # Bad files ------------------------------------------------------------------------------------

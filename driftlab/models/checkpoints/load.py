@@ -23,6 +23,7 @@ from driftlab.models.checkpoints.resolve import (
     resolve,
 )
 from driftlab.models.checkpoints.sheet import TargetLike
+from driftlab.models.checkpoints.tokens import compare_tokens
 from driftlab.models.checkpoints.vocabulary import only_padding
 from driftlab.models.drafter import Drafter
 
@@ -43,9 +44,10 @@ def inspect(
     overrides = dict(overrides or {})
     check_overrides(overrides)
     files = read_files(source, revision=revision)
+    tokens = compare_tokens(files.folder, target)
     if NATIVE_KEY in files.config:
-        return _native(files, target, boundaries, overrides)
-    return resolve(files, target=target, boundaries=boundaries, overrides=overrides)
+        return _native(files, target, boundaries, overrides, tokens)
+    return resolve(files, target=target, boundaries=boundaries, overrides=overrides, tokens=tokens)
 
 
 def load_drafter(
@@ -157,6 +159,7 @@ def _native(
     target: TargetLike | None,
     boundaries: Sequence[int] | None,
     overrides: Mapping[str, Any],
+    tokens: Sourced | None,
 ) -> Resolved:
     """driftlab's own layout: the contract stands in the file, only checks are left."""
     config, provenance = native.read_native(files)
@@ -167,6 +170,8 @@ def _native(
         for name, value in stated.items()
     } | provenance
     ledger.put("source", files.source, Origin.read, "argument")
+    if tokens is not None:
+        ledger.take("tokenizer", tokens)
     changes: dict[str, Any] = {}
     if boundaries is not None:
         changes["boundaries"] = tuple(sorted(boundaries))
@@ -188,7 +193,7 @@ def _native(
         raise ConfigError(
             "the overrides make an impossible contract", got=error.errors()[0]["msg"]
         ) from None
-    _fits(new, target)
+    _fits(new, target, tokens)
     return Resolved(
         source=files.source,
         dialect=Dialect.driftlab,
@@ -201,7 +206,7 @@ def _native(
     )
 
 
-def _fits(config: DrafterConfig, target: TargetLike | None) -> None:
+def _fits(config: DrafterConfig, target: TargetLike | None, tokens: Sourced | None) -> None:
     if target is None:
         return
     if config.target_hidden_size != target.hidden_size:
@@ -210,8 +215,10 @@ def _fits(config: DrafterConfig, target: TargetLike | None) -> None:
             got=f"a target of width {target.hidden_size}",
             remedy="Give the drafter's own target.",
         )
-    if config.vocab_size != target.vocab_size and not only_padding(
-        config.vocab_size, target.vocab_size
+    if (
+        config.vocab_size != target.vocab_size
+        and tokens is None
+        and not only_padding(config.vocab_size, target.vocab_size)
     ):
         raise ContractError(
             f"the drafter was made for {config.vocab_size} tokens",

@@ -28,12 +28,19 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+# Automodel's vocabulary maps beside the weights: absolute target ids, in the order of draft ids.
+TOKEN_MAP = "speculative_token_map.pt"
+META_FILES = ("eagle_meta.pt", "eagle3_meta.pt")
+TOKENIZER = "tokenizer.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Files:
-    """What the folder holds. ``revision`` is the commit of a hub snapshot."""
+    """What the folder holds. ``revision`` is the commit of a hub snapshot.
+
+    ``token_map`` holds the target ids of a side file, ``token_map_file`` its name.
+    """
 
     folder: Path
     source: str
@@ -42,6 +49,8 @@ class Files:
     weights: str  # the file or index that was read
     revision: str | None = None
     notes: tuple[str, ...] = ()
+    token_map: Tensor | None = None
+    token_map_file: str = ""
 
 
 def read_files(source: str | Path, *, revision: str | None = None) -> Files:
@@ -75,7 +84,44 @@ def read_files(source: str | Path, *, revision: str | None = None) -> Files:
     else:
         tensors = read_tensors(folder / name)
     check_numbers(tensors, where=str(folder / name))
-    return Files(folder, str(source), config, tensors, name, commit, tuple(notes))
+    ids, side = _token_map(folder)
+    return Files(folder, str(source), config, tensors, name, commit, tuple(notes), ids, side)
+
+
+def _token_map(folder: Path) -> tuple[Tensor | None, str]:
+    """Target ids of Automodel's side files, and the file that they came from.
+
+    ``eagle_meta.pt`` is the trainer's, beside the folder ``model`` that it exports;
+    ``speculative_token_map.pt`` is made from it for SGLang.
+    """
+    beside = [folder.parent] if folder.name == "model" else []
+    places = [folder / TOKEN_MAP] + [f / n for f in (folder, *beside) for n in META_FILES]
+    found: list[tuple[Path, Tensor]] = []
+    for path in places:
+        if not path.is_file():
+            continue
+        data = _load_torch(path)
+        ids = data.get("selected_token_ids") if isinstance(data, dict) else data
+        if ids is None:
+            continue  # the bookkeeping of EAGLE-1 holds no map
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype not in _IDS:
+            shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids)
+            raise CheckpointError(
+                f"{path} holds no vector of token ids",
+                got=shown,
+                remedy=f"Write {path.name} again.",
+            )
+        found.append((path, ids.long()))
+    if not found:
+        return None, ""
+    for path, ids in found[1:]:
+        if not torch.equal(ids, found[0][1]):
+            raise CheckpointError(
+                f"{found[0][0]} and {path} map draft ids to other tokens",
+                got=f"{len(found[0][1])} and {len(ids)} ids",
+                remedy="One of them belongs to another training; remove it.",
+            )
+    return found[0][1], found[0][0].name
 
 
 def _locate(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
@@ -107,7 +153,9 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
     try:
         folder = Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.bin"]
+                name,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "*.bin", TOKEN_MAP, *META_FILES],
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
@@ -151,22 +199,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 got=error,
                 remedy="Fetch or write the file again.",
             ) from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old pickles, which are refused or read below
-            data = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path} holds more than tensors, and unpickling it could run its code",
-            remedy="Convert it to safetensors on a machine that may run it, and give that file.",
-        ) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, UnicodeDecodeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{path} is damaged or no torch file",
-            got=reason[0],
-            remedy="Fetch or write the file again.",
-        ) from None
+    data = _load_torch(path)
     if not isinstance(data, dict):
         raise CheckpointError(
             f"{path} does not hold a dictionary of tensors", got=type(data).__name__
@@ -179,6 +212,26 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             remedy="Save the drafter's state_dict alone.",
         )
     return {str(name): tensor.detach() for name, tensor in data.items()}
+
+
+def _load_torch(path: Path) -> Any:
+    """A file of ``torch.save``, weights only: nothing in it is ever run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old pickles, which are refused or read below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path} holds more than tensors, and unpickling it could run its code",
+            remedy="Convert it to safetensors on a machine that may run it, and give that file.",
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, UnicodeDecodeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"{path} is damaged or no torch file",
+            got=reason[0],
+            remedy="Fetch or write the file again.",
+        ) from None
 
 
 def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -247,6 +300,7 @@ def check_numbers(tensors: dict[str, Tensor], *, where: str) -> None:
         )
 
 
+_IDS = {torch.int64, torch.int32}
 _READABLE = {
     torch.float32, torch.float16, torch.bfloat16, torch.float64,
     torch.int64, torch.int32, torch.bool,

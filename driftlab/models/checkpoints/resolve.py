@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from driftlab.config import DrafterConfig, Origin, Provenance
+from driftlab.config import DrafterConfig, Origin, Provenance, Sourced
 from driftlab.errors import CheckpointError, ConfigError, ContractError
 from driftlab.models.checkpoints.boundaries import resolve_boundaries
 from driftlab.models.checkpoints.dialects import (
@@ -83,6 +83,7 @@ def resolve(
     target: TargetLike | None,
     boundaries: Sequence[int] | None,
     overrides: Mapping[str, Any],
+    tokens: Sourced | None = None,
 ) -> Resolved:
     """Resolve the files of any public dialect.
 
@@ -102,7 +103,9 @@ def resolve(
         ledger.put("revision", files.revision, Origin.read, "hub snapshot")
     found = recognise(files.config, files.tensors)
     dialect = Dialect(ledger.take("dialect", found))
-    return _run(Sheet(files, dialect, where, target, boundaries, ledger))
+    if tokens is not None:
+        ledger.take("tokenizer", tokens)
+    return _run(Sheet(files, dialect, where, target, boundaries, ledger, tokens))
 
 
 def _run(sheet: Sheet) -> Resolved:
@@ -170,11 +173,18 @@ def _rest(sheet: Sheet) -> dict[str, Any]:
     """Switches that the file never states, and the scale of the logits."""
     ledger = sheet.ledger
     if sheet.dialect is Dialect.modelopt_hf:
+        low_rank = "layers.0.self_attn.kv_a_proj_with_mqa.weight" in sheet.tensors
+        sheet.shape("layers.0.input_layernorm.weight", 1)
+        gains = sheet.tensors["layers.0.input_layernorm.weight"].float()
         ledger.note(
             "ModelOpt's HF trainer sends hidden_norm(input_layernorm(u)) into attention since "
-            "2025-12-18, engines hidden_norm(u); the file does not say, the latter was taken"
+            "2025-12-18, before then and in engines hidden_norm(u); the file does not say. "
+            + ("For low-rank attention the latter" if low_rank else "The former")
+            + f" was taken; the two part as the gains of input_layernorm do, here {gains.min():.3g}"
+            f" to {gains.max():.3g}, spread {gains.std() / gains.mean().abs():.2f} of their mean"
         )
-        ledger.assumed("double_hidden_norm", False, "not in the file; as engines compute it")
+        where = "the trainer's low-rank layer is not established" if low_rank else "as trained"
+        ledger.assumed("double_hidden_norm", not low_rank, f"not in the file; {where} (X4)")
     else:
         ledger.derived("double_hidden_norm", False, f"{sheet.dialect} norms once")
     ledger.derived("draft_position_offset", 0, "the standard positions")

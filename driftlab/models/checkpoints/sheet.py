@@ -43,7 +43,9 @@ class Sheet:
     """One drafter's files while they are resolved.
 
     ``top`` and ``eagle`` are the config and its ``eagle_config``, ``layer`` is where the sizes
-    of the layer stand. ``pending`` is set when only the target can settle something.
+    of the layer stand. ``tokens`` says that the token strings of drafter and target are equal,
+    and is None when they could not be compared. ``pending`` is set when only the target can
+    settle something.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Sheet:
         target: TargetLike | None,
         boundaries: Sequence[int] | None,
         ledger: Ledger,
+        tokens: Sourced | None = None,
     ) -> None:
         self.files, self.dialect, self.where = files, dialect, where
         self.target, self.given, self.ledger = target, boundaries, ledger
+        self.tokens = tokens
         self.traits = TRAITS[dialect]
         self.top = Fields(files.config, where)
         self.eagle = self.top.child("eagle_config")

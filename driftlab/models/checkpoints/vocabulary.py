@@ -40,13 +40,14 @@ def resolve_vocabulary(sheet: Sheet, fields: dict[str, Any]) -> Tensor | None:
             ledger.conflict(f"{place} has {value} tokens, {own_where} has {own}: padding")
     used = own
     if target is not None and target.vocab_size != own:
-        if not only_padding(target.vocab_size, own):
+        if sheet.tokens is None and not only_padding(target.vocab_size, own):
             raise ContractError(
                 f"the drafter was made for {own} tokens ({own_where})",
                 got=f"a target of {target.vocab_size} tokens",
                 remedy="Give the drafter's own target.",
             )
-        ledger.note(f"target of {target.vocab_size} tokens, drafter of {own}: padding only")
+        why = "padding only" if sheet.tokens is None else sheet.tokens.where
+        ledger.note(f"target of {target.vocab_size} tokens, drafter of {own}: {why}")
         if rows is None:
             used, own_where = target.vocab_size, "the target, whose embeddings are used"
     ledger.derived("vocab_size", used, own_where)
@@ -94,7 +95,7 @@ def _draft_size(sheet: Sheet, vocab: int) -> int:
 
 
 def _map(sheet: Sheet, kept: int, own: int, used: int, t2d: Tensor | None) -> Tensor:
-    """Absolute target ids of the draft ids (section 4.3)."""
+    """Absolute target ids of the draft ids (section 4.3), from the weights or a side file."""
     ledger = sheet.ledger
     table = sheet.tensors.get("d2t")
     marked = None if t2d is None else t2d.nonzero().flatten()
@@ -103,6 +104,51 @@ def _map(sheet: Sheet, kept: int, own: int, used: int, t2d: Tensor | None) -> Te
             f"t2d marks {len(marked)} tokens, the head has {kept} draft ids",
             remedy="The vocabulary map belongs to another drafter.",
         )
+    side = _side_map(sheet, kept, max(own, used))
+    if table is None and side is not None and kept != own:
+        where = sheet.files.token_map_file
+        if marked is not None and not torch.equal(side.sort().values, marked):
+            raise CheckpointError(
+                f"{where} and t2d keep other tokens", remedy="One belongs to another training."
+            )
+        ledger.put("draft_to_target", "side file", Origin.read, f"{where}, absolute ids")
+        return side
+    ids = _table_map(sheet, kept, own, used, marked, table)
+    if side is not None and not torch.equal(side, ids):
+        i = int((side != ids).nonzero()[0])
+        ledger.conflict(
+            f"{sheet.files.token_map_file} sends draft id {i} to {int(side[i])}, the weights' map "
+            f"to {int(ids[i])}, which was taken"
+        )
+    return ids
+
+
+def _side_map(sheet: Sheet, kept: int, limit: int) -> Tensor | None:
+    """Target ids of a side file, checked."""
+    ids, where = sheet.files.token_map, sheet.files.token_map_file
+    if ids is None:
+        return None
+    fault = None
+    if len(ids) != kept:
+        fault = f"{len(ids)} ids for a head of {kept}"
+    elif int(ids.min()) < 0 or int(ids.max()) >= limit:
+        fault = f"an id outside 0..{limit - 1}"
+    elif len(ids.unique()) < kept:
+        fault = "an id twice"
+    if fault is not None:
+        raise CheckpointError(
+            f"{sheet.files.folder / where} is no map of this drafter's vocabulary",
+            got=fault,
+            remedy="It belongs to another training; put the right one there or remove it.",
+        )
+    return ids
+
+
+def _table_map(
+    sheet: Sheet, kept: int, own: int, used: int, marked: Tensor | None, table: Tensor | None
+) -> Tensor:
+    """The map that the weights hold, as ``d2t`` or as ``t2d``."""
+    ledger = sheet.ledger
     arange = torch.arange(kept)
     if table is None:
         if marked is not None:
@@ -111,11 +157,10 @@ def _map(sheet: Sheet, kept: int, own: int, used: int, t2d: Tensor | None) -> Te
         if kept == own:
             ledger.derived("draft_to_target", "identity", "no d2t, the vocabulary is whole")
             return arange
-        extra = (
-            " ModelOpt's Megatron export never writes it."
-            if sheet.dialect is Dialect.modelopt_megatron
-            else ""
-        )
+        extra = {
+            Dialect.modelopt_megatron: " ModelOpt's Megatron export never writes it.",
+            Dialect.automodel: " Automodel's lies beside it, in speculative_token_map.pt.",
+        }.get(sheet.dialect, "")
         raise CheckpointError(
             f"the draft vocabulary is reduced ({kept} of {own}) and the file has no d2t",
             got=", ".join(sorted(sheet.tensors)[:4]) + ", ...",
