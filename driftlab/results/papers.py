@@ -1,28 +1,50 @@
-"""Committed results: the small tables of a run, and the figures that they give.
+"""Committed results: the small tables of a run, and the figures and pages that they give.
 
-    papers/attention-drift/<item>/tables/    manifest.json and the small Parquet tables
-    papers/attention-drift/<item>/figures/   PNG, PDF and CSV, drawn from those tables alone
+    ITEM/tables/         manifest.json and the small Parquet tables of a run
+    ITEM/figures/        PNG, PDF and CSV, drawn from those tables alone
 
-``driftlab figures RUN --publish ITEM`` makes an item, ``driftlab figures PAPER`` draws a paper's
-items again, and ``--check`` proves that what is committed is what the tables give.
+A folder with ``paper.toml`` has pages instead (see results/pages.py); its tables are reduced:
+
+    PAPER/runs/NAME/     manifest.json and what the pages need of a run's tables
+    PAPER/README.md, PAPER/<item>/, PAPER/note.typ   written from them
+
+``driftlab figures RUN --publish ITEM`` (or ``PAPER/runs/NAME``) stores a run, ``driftlab figures
+PAPER`` draws a paper again, and ``--check`` proves that what is committed is what the tables give.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import shutil
 import tempfile
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from driftlab.errors import RunError
 from driftlab.results.figures import save_figures
+from driftlab.results.latex import page_csv, page_latex
+from driftlab.results.note import note_source
+from driftlab.results.pages import Page, Paper, find_paper
+from driftlab.results.pages_figures import draw as draw_panels
+from driftlab.results.pages_items import ITEMS
 from driftlab.results.records import SMALL, RunDirectory
+from driftlab.results.schema import ATTENTION, KEYS
 from driftlab.results.shards import atomic_file
+from driftlab.results.slices import text_kinds
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 # Numbers drawn again on another machine differ in the last digits that are written.
 RELATIVE = 1e-4
 # Mean difference of two drawings of one figure, in grey levels of 255.
 GREY = 1.0
+# Bits of a number's mantissa that a reduced table keeps: a relative error below 1.3e-4.
+BITS = 12
 
 
 def items(paper: str | Path) -> list[Path]:
@@ -31,18 +53,23 @@ def items(paper: str | Path) -> list[Path]:
 
 
 def is_paper(folder: str | Path) -> bool:
-    """Whether ``folder`` holds items and is no run itself."""
-    return not (Path(folder) / "manifest.json").exists() and bool(items(folder))
+    """Whether ``folder`` holds pages or items and is no run itself."""
+    there = Paper.at(folder) or bool(items(folder))
+    return there and not (Path(folder) / "manifest.json").exists()
 
 
 def publish(run: str | Path, item: str | Path) -> Path:
     """Copy the small tables of a finished run to ``item`` and draw its figures.
 
+    In a paper with pages (``PAPER/runs/NAME``) the tables are reduced and no figure is drawn:
+    ``driftlab figures PAPER`` writes the pages that use them.
+
     Raises
     ------
     RunError: there is no finished run, or the item holds another run's tables.
     """
-    source, tables = RunDirectory.open(run), Path(item) / "tables"
+    paged = find_paper(item) is not None
+    source, tables = RunDirectory.open(run), Path(item) if paged else Path(item) / "tables"
     if (tables / "manifest.json").exists():
         old = RunDirectory.open(tables).manifest
         if old.get("name") != source.manifest.get("name"):
@@ -58,6 +85,9 @@ def publish(run: str | Path, item: str | Path) -> Path:
             got=", ".join(unfinished),
             remedy="Run it again until every cell is done.",
         )
+    if paged:
+        reduce(source, tables)
+        return tables
     for name in (*(f"{table}.parquet" for table in SMALL), "manifest.json"):
         with atomic_file(tables / name) as file, (source.path / name).open("rb") as made:
             shutil.copyfileobj(made, file)
@@ -66,7 +96,7 @@ def publish(run: str | Path, item: str | Path) -> Path:
 
 
 def draw(paper: str | Path, *, check: bool = False) -> list[str]:
-    """Draw every item's figures; with ``check``, write nothing and list the files that differ."""
+    """Draw every item and page; with ``check``, write nothing and list the files that differ."""
     found: list[str] = []
     for item in items(paper):
         run = RunDirectory.open(item / "tables")
@@ -75,7 +105,153 @@ def draw(paper: str | Path, *, check: bool = False) -> list[str]:
             found += [f"{item.name}/figures/{name}" for name in stale(run, item / "figures")]
         else:
             save_figures(run, item / "figures")
+    if Paper.at(paper):
+        found += _draw_pages(Paper(paper), check)
     return found
+
+
+def _draw_pages(paper: Paper, check: bool) -> list[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        made = write_pages(paper, Path(scratch))
+        if not check:
+            for name, path in made.items():
+                with atomic_file(paper.folder / name) as file:
+                    file.write(path.read_bytes())
+            return []
+        changed = [
+            f"runs/{folder.parent.name}/{name}"
+            for folder in sorted(paper.folder.glob("runs/*/manifest.json"))
+            for name in changed_tables(RunDirectory.open(folder.parent))
+        ]
+        changed += [n for n, path in made.items() if not _same(paper.folder / n, path)]
+    there = {
+        str(path.relative_to(paper.folder))
+        for page in paper.pages
+        for path in (paper.folder / page).rglob("[!.]*")
+        if path.is_file()
+    }
+    return changed + [f"{name} (no table gives it)" for name in sorted(there - set(made))]
+
+
+def write_pages(paper: Paper, out: Path) -> dict[str, Path]:
+    """Write everything that the paper's tables give below ``out``: files by relative path."""
+    made: dict[str, Path] = {}
+
+    def put(name: str, content: str | bytes) -> None:
+        made[name] = out / name
+        made[name].parent.mkdir(parents=True, exist_ok=True)
+        made[name].write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    for page in paper.pages.values():
+        put(f"{page.id}/README.md", paper.readme(page))
+        put(f"{page.id}/table.csv", page_csv(page))
+        put(f"{page.id}/table.tex", page_latex(page))
+        for suffix, content in page_figure(page).items():
+            put(f"{page.id}/figures/{page.id}.{suffix}", content)
+    put("README.md", paper.front())
+    if (paper.folder / "note.in.typ").exists():
+        put("note.typ", note_source(paper))
+    return made
+
+
+def page_figure(page: Page) -> dict[str, bytes]:
+    """The page's figure as ``png``, ``pdf`` and the ``csv`` of what is drawn; empty without one."""
+    import pandas as pd
+    from PIL import Image
+
+    panels = ITEMS[page.id].panels
+    frames = [m.frame.assign(base=base) for base, m in page.measured.items() if len(m.frame)]
+    if not panels or not frames:
+        return {}
+    frame: pd.DataFrame = pd.concat(frames, ignore_index=True)
+    figure = draw_panels(frame, panels, page.bases)
+    png, small, pdf = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    figure.savefig(png, format="png", dpi=220, metadata={"Software": None})
+    with Image.open(png) as image:
+        # Few colours are used: a palette makes the file a third as large.
+        image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
+    figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Creator": None})
+    first = ["base", "panel", "line"]
+    frame = frame[[*first, *(c for c in frame.columns if c not in first)]]
+    text = frame.to_csv(index=False, float_format="%.5g", lineterminator="\n")
+    return {"png": small.getvalue(), "pdf": pdf.getvalue(), "csv": text.encode()}
+
+
+# --- reduced tables -----------------------------------------------------------------------------
+
+_DEPTHS = (
+    *KEYS["depths"],
+    *("temperature", "n", "n_correct", "n_opportunities", "n_accepted", "uniform"),
+    *("rms_input", "log_rms_state_pre", "log_rms_feedback"),
+)
+_ATTENDED = ("norms", "gated", "residual", "alignment", "sink")
+"""Experiments whose pages show attention; others keep the sink and the chain's own drafts."""
+
+
+def reduce(run: RunDirectory, out: Path) -> None:
+    """Write what pages need of ``run`` to ``out``: the headline's text, fewer columns and digits.
+
+    ``heads`` keeps its columns and no row. Numbers of ``depths`` and ``fused`` are rounded to
+    ``BITS`` bits, which is said in the manifest, as are the rows' and columns' selection.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    tables = run.tables()
+    kind = text_kinds(tables)[0]
+    attended = str(run.manifest.get("name", "")).split("-")[0] in (*_ATTENDED, "micro", "smollm2")
+    columns = [*_DEPTHS, *(ATTENTION if attended else ("sink", "draft_mass"))]
+
+    def shaved(column: pa.ChunkedArray) -> pa.ChunkedArray:
+        values = column.combine_chunks()
+        there = np.asarray(values.is_valid())
+        raw = np.asarray(values.fill_null(0.0).to_numpy(zero_copy_only=False), dtype=np.float32)
+        drop = 23 - BITS
+        bits = raw.view(np.uint32)
+        bits = ((bits + np.uint32(1 << (drop - 1))) >> np.uint32(drop)) << np.uint32(drop)
+        return pa.chunked_array([pa.array(bits.view(np.float32), mask=~there)])
+
+    noted: dict[str, Any] = {}
+    for name in SMALL:
+        table = pq.read_table(run.path / f"{name}.parquet")
+        if name == "heads":
+            table = table.slice(0, 0)
+        elif "text" in table.column_names:
+            table = table.filter(pc.equal(table["text"], kind.text))
+        if name == "depths":
+            table = table.select([c for c in table.column_names if c in columns])
+        if name in ("depths", "fused"):
+            for i, found in enumerate(table.schema):
+                if pa.types.is_floating(found.type) and found.name != "temperature":
+                    new = pa.field(found.name, pa.float32(), found.nullable, found.metadata)
+                    table = table.set_column(i, new, shaved(table[found.name]))
+        floats = [f.name for f in table.schema if pa.types.is_floating(f.type)]
+        words = [f.name for f in table.schema if f.name not in floats]
+        with atomic_file(out / f"{name}.parquet") as file:
+            pq.write_table(
+                table,
+                file,
+                compression="zstd",
+                compression_level=15,
+                version="2.6",
+                use_dictionary=words,
+                use_byte_stream_split=floats,
+                write_statistics=False,
+            )
+        content = (out / f"{name}.parquet").read_bytes()
+        noted[name] = {"rows": table.num_rows, "sha256": sha256(content).hexdigest()}
+    manifest = run.manifest | {
+        "tables": noted,
+        "reduced": f"{kind} only; no rows by head; columns that the pages need; "
+        f"numbers rounded to {BITS} bits (1.3e-4 of their size)",
+    }
+    with atomic_file(out / "manifest.json") as file:
+        file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+# --- what is current ----------------------------------------------------------------------------
 
 
 def changed_tables(run: RunDirectory) -> list[str]:
@@ -106,6 +282,8 @@ def _same(committed: Path, drawn: Path) -> bool:
         return True
     if drawn.suffix == ".csv":
         return _same_numbers(committed, drawn)
+    if drawn.suffix in (".md", ".tex", ".typ"):
+        return _same_text(committed, drawn)
     if drawn.suffix == ".png":
         return _same_picture(committed, drawn)
     # A PDF is drawn together with its PNG, from the same CSV; its size tells a stale one.
@@ -122,6 +300,21 @@ def _same_numbers(committed: Path, drawn: Path) -> bool:
     except (AssertionError, ValueError):
         return False
     return True
+
+
+_NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+def _same_text(committed: Path, drawn: Path) -> bool:
+    """Equal words, and numbers that differ by one in the last digit shown at most."""
+    left, right = (path.read_text(encoding="utf-8") for path in (committed, drawn))
+    if _NUMBER.split(left) != _NUMBER.split(right):
+        return False
+    pairs = zip(_NUMBER.findall(left), _NUMBER.findall(right), strict=True)
+    return all(
+        len(a) == len(b) and abs(float(a) - float(b)) <= 1.01 * 10.0 ** -len(a.partition(".")[2])
+        for a, b in pairs
+    )
 
 
 def _same_picture(committed: Path, drawn: Path) -> bool:
