@@ -163,13 +163,16 @@ def explain(
     """Explain a run's drafters: layers, inputs, states, and attention mass against effect."""
     from driftlab.config import build_explain
     from driftlab.engines.explain import explain_run
+    from driftlab.results.explain_figures import save_explain_figures
 
     spec = build_explain(tuple(settings), where="driftlab explain") if settings else None
     found = explain_run(run, spec, limit=limit)
+    drawn = save_explain_figures(found, run / "explained" / "figures")
     for answer in found.answers():
         typer.echo(f"- {answer.sentence}")
     typer.echo("")
     typer.echo(f"basis:   {found.basis}")
+    typer.echo(f"figures: {run / 'explained' / 'figures'} ({', '.join(drawn)})")
     typer.echo(f"table:   {run / 'explained.parquet'}")
 
 

@@ -778,12 +778,17 @@ def save_figure(
 
 
 def save_frame(
-    name: str, frame: pd.DataFrame, out: str | Path, *, width: float | None = None
+    figure_or_name: str | FigureSpec,
+    frame: pd.DataFrame,
+    out: str | Path,
+    *,
+    width: float | None = None,
 ) -> dict[str, Path]:
     """Like :func:`save_figure`, from tidy data."""
+    named = spec(figure_or_name) if isinstance(figure_or_name, str) else figure_or_name
     folder = Path(out)
-    paths = {suffix: folder / f"{name}.{suffix}" for suffix in ("png", "pdf", "csv")}
-    figure = spec(name).figure(frame, width=width)
+    paths = {suffix: folder / f"{named.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
+    figure = named.figure(frame, width=width)
     with _style():
         with atomic_file(paths["png"]) as handle:
             figure.savefig(handle, format="png", dpi=300, metadata={"Software": None})
