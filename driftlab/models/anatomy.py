@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from driftlab.config import Rope
 from driftlab.errors import ContractError
+from driftlab.models import wide
 from driftlab.models.loading import whole
 
 _BLOCKS = ("layers", "h", "blocks")
@@ -86,7 +87,12 @@ class Anatomy:
     def run(self, tokens: Tensor, **kwargs: Any) -> Tensor:
         """States [B, S, Ht] after the final norm; ``kwargs`` go to the HuggingFace decoder."""
         cached = kwargs.get("cache") is not None
-        return self._decoder(input_ids=tokens, use_cache=cached, **kwargs).last_hidden_state
+        with self.multiplying():
+            return self._decoder(input_ids=tokens, use_cache=cached, **kwargs).last_hidden_state
+
+    def multiplying(self) -> AbstractContextManager[object]:
+        """Context in which the model's layers multiply as fast as its device can."""
+        return wide.multiplying(self.dtype, self.device)
 
     @contextmanager
     def capture(self, boundaries: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -127,7 +133,8 @@ class Anatomy:
 
     def head(self, last: Tensor) -> Tensor:
         """Logits [..., V] of states [..., Ht] after the final norm, soft cap and scale included."""
-        logits = self._head(last)
+        with self.multiplying():
+            logits = self._head(last)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:

@@ -1,4 +1,4 @@
-"""Continuing token sequences with a key-value cache. HuggingFace's own ``generate`` is not used."""
+"""One sequence with a key-value cache that can be extended by blocks and rewound."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from driftlab.errors import ContractError, DataError
+from driftlab.errors import ContractError
 
 if TYPE_CHECKING:
     from driftlab.models.target import Forward, Target
@@ -56,13 +55,6 @@ class BufferLayer(DynamicLayer):
         self.keys, self.values = (buffer[:rows, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
-    def move_rows(self, source: Tensor, destination: Tensor, rows: int) -> None:
-        """Copy batch rows ``source`` over ``destination`` and keep the first ``rows`` rows."""
-        if len(source):
-            self.keys[destination] = self.keys[source]
-            self.values[destination] = self.values[source]
-        self.keys, self.values = self.keys[:rows], self.values[:rows]
-
 
 def new_cache(config: Any, capacity: int) -> DynamicCache:
     """Empty cache for a model with ``config``, with room for ``capacity`` positions at once.
@@ -84,142 +76,6 @@ def new_cache(config: Any, capacity: int) -> DynamicCache:
                 remedy="driftlab works with attention layers (full, sliding or chunked) only.",
             )
     return cache
-
-
-def generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    batch: int,
-    progress: str,
-) -> list[list[int]]:
-    """See :meth:`Target.generate`."""
-    for i, prompt in enumerate(prompts):
-        target.check_tokens(prompt, what=f"prompt {i}", extra=max_new_tokens)
-    if max_new_tokens < 1 or temperature < 0 or batch < 1:
-        raise DataError(
-            "generation needs max_new_tokens >= 1, temperature >= 0 and batch >= 1",
-            got=f"{max_new_tokens}, {temperature}, {batch}",
-        )
-    # Like lengths together: less padding, and the order cannot matter to any result.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    texts: list[list[int]] = [[] for _ in prompts]
-    bar = tqdm(
-        total=len(prompts) * max_new_tokens,
-        desc=progress,
-        unit="tok",
-        disable=None if progress else True,
-    )
-    with bar, torch.inference_mode():
-        for start in range(0, len(order), batch):
-            _continue_batch(
-                target,
-                {i: prompts[i] for i in order[start : start + batch]},
-                texts,
-                max_new_tokens,
-                _Chooser(temperature, seed, target.device),
-                bar,
-            )
-    return texts
-
-
-def _continue_batch(
-    target: Target,
-    prompts: dict[int, Sequence[int]],
-    texts: list[list[int]],
-    max_new_tokens: int,
-    choose: _Chooser,
-    bar: tqdm,
-) -> None:
-    """Append the continuation of each of ``prompts`` to its entry of ``texts``.
-
-    Prompts are padded on the left, so that all rows write the same cache slot. A row that
-    ended gives its place to the last row, and the batch shrinks.
-    """
-    rows = list(prompts)
-    width, device = max(map(len, prompts.values())), target.device
-    tokens = torch.zeros((len(rows), width), dtype=torch.int64)
-    mask = torch.ones((len(rows), width + max_new_tokens), dtype=torch.int64)
-    for r, i in enumerate(rows):
-        pad = width - len(prompts[i])
-        tokens[r, pad:] = torch.tensor(prompts[i])
-        mask[r, :pad] = 0
-    padding = width - mask[:, :width].sum(-1)
-    padded = bool(padding.any())
-    tokens, mask, padding = tokens.to(device), mask.to(device), padding.to(device)
-    positions = (torch.arange(width, device=device) - padding[:, None]).clamp(min=0)
-    cache = new_cache(target.model.config, width + max_new_tokens)
-
-    for step in range(max_new_tokens):
-        end = width + step
-        states = target.run(
-            tokens,
-            cache=cache,
-            position_ids=positions,
-            attention_mask=mask[:, :end] if padded else None,
-        )
-        chosen = choose(target.head(states[:, -1]).to(device), rows)
-        picked = chosen.tolist()
-        for i, token in zip(rows, picked, strict=True):
-            texts[i].append(token)
-        bar.update(len(rows))
-        ended = [token in target.eos_ids for token in picked]
-        if any(ended):
-            left = max_new_tokens - step - 1
-            bar.update(left * sum(ended))
-            n = len(rows) - sum(ended)
-            if n == 0 or left == 0:
-                return
-            holes = [r for r in range(n) if ended[r]]
-            movers = [r for r in range(n, len(rows)) if not ended[r]]
-            for hole, mover in zip(holes, movers, strict=True):
-                rows[hole] = rows[mover]
-            del rows[n:]
-            source = torch.tensor(movers, dtype=torch.int64, device=device)
-            destination = torch.tensor(holes, dtype=torch.int64, device=device)
-            for layer in cache.layers:
-                if isinstance(layer, BufferLayer) and layer.is_initialized:
-                    at = layer.keys.device  # a model split over devices has its cache split too
-                    layer.move_rows(source.to(at), destination.to(at), n)
-            for x in (chosen, mask, padding):
-                x[destination] = x[source]
-            chosen, mask, padding = chosen[:n], mask[:n], padding[:n]
-        tokens = chosen[:, None]
-        positions = end - padding[:, None]
-
-
-class _Chooser:
-    """Greedy choice, or a draw whose noise belongs to (seed, prompt index, step).
-
-    The draw is the argmax of ``logits / temperature + Gumbel noise``. Each prompt has its own
-    generator, from which every step takes one vocabulary of exponentials; so neither the batch
-    nor its order can change a draw, and rounding changes one only at a near tie. The generator
-    lives on the logits' device, so a CPU and a GPU draw different texts from the same seed.
-    """
-
-    def __init__(self, temperature: float, seed: int, device: torch.device) -> None:
-        self._temperature, self._seed, self._device = temperature, seed, device
-        self._generators: dict[int, torch.Generator] = {}
-
-    def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        if self._temperature == 0:
-            return logits.argmax(-1)
-        noise = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
-        for row, i in zip(noise, rows, strict=True):
-            row.exponential_(generator=self._generator(i))
-        return (logits.float() / self._temperature).sub_(noise.log_()).argmax(-1)
-
-    def _generator(self, i: int) -> torch.Generator:
-        generator = self._generators.get(i)
-        if generator is None:
-            # A Weyl step with an odd constant keeps (seed, prompt) pairs apart in 63 bits.
-            mixed = (self._seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03 + 1) % 2**63
-            generator = torch.Generator(self._device).manual_seed(mixed)
-            self._generators[i] = generator
-        return generator
 
 
 class Session:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.errors import ContractError, DataError, NumericsError
-from driftlab.models import attention, continuation, generation
+from driftlab.models import attention, continuation, generation, wide
 from driftlab.models.anatomy import Anatomy, Forward
 from driftlab.models.attention import Pattern, Reader
 from driftlab.models.continuation import Request
@@ -45,6 +45,12 @@ class Target(Anatomy):
         self.max_position: int = self._find_context()
         self.provenance["attention"] = Sourced(
             value=model.config._attn_implementation, origin=Origin.read, where="model"
+        )
+        native = wide.native(self.dtype, self.device)
+        self.provenance["multiplication"] = Sourced(
+            value=str(self.dtype if native else torch.float32).removeprefix("torch."),
+            origin=Origin.derived,
+            where="the device's own" if native else "the CPU has no units for the dtype",
         )
         generation.new_cache(model.config, 0)  # refuses what cannot be rewound
         self.self_check([t % self.vocab_size for t in range(1, min(8, self.max_position) + 1)])
@@ -244,7 +250,7 @@ class Target(Anatomy):
         self.check_tokens(tokens, what="the self-check")
         ids = torch.tensor([list(tokens)], device=self.device)
         out = self.forward(ids, torch.tensor([len(tokens)]), (self.n_layers,))
-        with torch.no_grad():
+        with torch.no_grad(), self.multiplying():
             own = self.model(input_ids=ids, use_cache=False).logits.to(self.device)
             best = own.amax(-1)[0]
             if not bool(best.isfinite().all()):
