@@ -81,6 +81,8 @@ class PaperText(Frozen):
 
     title: str
     reference: str
+    gemm_gflops: float = Field(gt=0)
+    """Rate of the machine that made the runs; what estimates of time are scaled by."""
     marks: dict[str, str]
     bases: dict[str, str]
     items: dict[str, ItemText]
