@@ -18,6 +18,8 @@ import torch
 
 from driftlab import doctor
 from driftlab.config import Feedback, FusionNorm, Residual
+from driftlab.data.corpus import sources
+from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.doctor.candidates import changes
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.checkpoints.profiles import Reading, build
@@ -98,17 +100,28 @@ def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:
             yield name, Reading(config, table)
 
 
-def real(source: str, folders: list[str], tokens: int) -> None:
+def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> None:
+    """Faults planted in trained drafters of one target, all on the same texts."""
     target = Target.load(source)
+    prompts = None if shortest is None else short_prompts(target, shortest)
+    on = doctor.bench(target, tokens=tokens, prompts=prompts)
+    anchors = f"{len(on.texts)} texts, {sum(len(t.continuation) for t in on.texts)} tokens"
     for folder in folders:
         drafter = load_drafter(folder, target=target)
         pair = drafter.config.variant
         base = Reading(drafter.config, drafter.draft_to_target)
-        found = doctor.examine(target, drafter, tokens=tokens)
+        found = doctor.examine(target, drafter, on=on)
         print(row(pair, "nothing", found, None), flush=True)
         for name, reading in plants(drafter, target.n_layers):
-            found = doctor.examine(target, build(drafter, reading), tokens=tokens)
+            found = doctor.examine(target, build(drafter, reading), on=on)
             print(row(pair, name, found, changes(reading, base)), flush=True)
+    print(f"\n{anchors}, anchors scored: {found.score.anchors if found.score else 0}")
+
+
+def short_prompts(target: Target, n: int) -> list[list[int]]:
+    """The ``n`` shortest of the held-out prompts, rendered: less to compute for each token."""
+    found = sources(load_prompts("held-out"), target.tokenizer, Rendering("default"))
+    return [list(s.tokens) for s in sorted(found, key=lambda s: len(s.tokens))[:n]]
 
 
 if __name__ == "__main__":
@@ -116,9 +129,10 @@ if __name__ == "__main__":
     parser.add_argument("target", nargs="?", help="folder, .gguf file or hub id")
     parser.add_argument("drafters", nargs="*", help="folders of drafters for it")
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--shortest", type=int, help="use this many of the shortest prompts")
     asked = parser.parse_args()
     print(HEADER, flush=True)
     if asked.target is None:
         micro()
     else:
-        real(asked.target, asked.drafters, asked.tokens)
+        real(asked.target, asked.drafters, asked.tokens, asked.shortest)

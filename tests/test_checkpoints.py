@@ -693,6 +693,29 @@ def test_rotary_types_against_transformers(read: Read, kind: str) -> None:
     assert torch.equal(chain(read(config, tensors)), chain(drafter))
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_by_the_length_of_the_text(read: Read, kind: str) -> None:
+    """Exact up to the length where they begin to depend on the text, refused past it."""
+    long = LONG | {"short_factor": [1.0] * 4, "attention_factor": 1.0}
+    long["original_max_position_embeddings"] = 9
+    block = long if kind == "longrope" else BLOCKS["dynamic"]
+    config, tensors = plain(rope_parameters=block | {"rope_theta": 1e4})
+    del config["rope_theta"]
+    config["max_position_embeddings"] = 64 if kind == "longrope" else 9
+    drafter = read(config, tensors)
+    # Six anchors and four depths end at position 8. Within the limit both are the plain rotation.
+    assert torch.equal(chain(drafter), reference(read))
+    with pytest.raises(ContractError, match=f"the {kind} rotation of position 9 depends") as error:
+        chain(drafter, depth=5)
+    assert "up to 9 tokens" in str(error.value)
+    # transformers turns even position 0 otherwise, once the text is longer.
+    table: Any = drafter.layers[0]
+    table = table.self_attn.rotary.table
+    x = torch.zeros(1, 1, 1, HEAD)
+    short = table(x, torch.arange(9)[None])[0]
+    assert not torch.equal(table(x, torch.arange(10)[None])[0][:, :9], short)
+
+
 @pytest.mark.parametrize(
     "spelling",
     [

@@ -15,7 +15,7 @@ from driftlab import doctor
 from driftlab.config import Feedback, FusionNorm, Origin, Residual, Rope, Sourced
 from driftlab.doctor import Diagnosis, Outcome, Verdict
 from driftlab.doctor.candidates import alternatives, changes
-from driftlab.doctor.scoring import margins, own_texts, score
+from driftlab.doctor.scoring import Bench, margins, own_texts
 from driftlab.engines.chain import speculate
 from driftlab.errors import AssumptionError, ConfigError, ContractError, DataError
 from driftlab.models.checkpoints import load_drafter, save_drafter
@@ -94,7 +94,7 @@ def test_the_scores_are_those_of_the_verified_rounds() -> None:
     prompts = faults.prompts(n=4)
     made = target.generate(prompts, max_new_tokens=12)
     texts = faults._texts([p + m for p, m in zip(prompts, made, strict=True)])
-    found = score(target, texts, {"own": drafter})["own"]
+    found = Bench(target, texts).score({"own": drafter})["own"]
     accepted = []
     for text in texts:
         for anchor in range(text.prompt_len - 1, len(text.tokens) - 5):
@@ -116,7 +116,7 @@ def test_margins_are_paired_over_texts() -> None:
     texts = own_texts(faults.target(), faults.prompts(), tokens=200, seed=0)
     base = Reading(drafter.config, drafter.draft_to_target)
     other = build(drafter, base.change(feedback=Feedback.post_norm))
-    found = score(faults.target(), texts, {"a": drafter, "b": other})
+    found = Bench(faults.target(), texts).score({"a": drafter, "b": other})
     saved, gained = margins(found["a"], found["b"])
     by_hand = np.mean(found["a"].cross_entropy) - np.mean(found["b"].cross_entropy)
     assert saved.value == pytest.approx(by_hand)
@@ -130,7 +130,7 @@ def test_cross_entropy_by_hand() -> None:
     """Against a plain softmax over the whole vocabulary, one text, one depth."""
     target, drafter = faults.target(), faults.drafter()
     text = own_texts(target, faults.prompts(), tokens=60, seed=1)[0]
-    found = score(target, [text], {"own": drafter})["own"]
+    found = Bench(target, [text]).score({"own": drafter})["own"]
     tokens = torch.tensor([text.tokens])
     out = target.forward(tokens, torch.tensor([tokens.shape[1]]), drafter.config.boundaries)
     assert out.logits is not None
@@ -432,6 +432,13 @@ def served(
 
 def rows(found: Served) -> dict[str, tuple[str, Any]]:
     return {p.field: (p.row, p.served) for p in found.patches}
+
+
+@pytest.mark.parametrize("profile", ["vllm", "sglang", "trtllm", "llamacpp"])
+def test_a_target_too_shallow_for_the_default_is_refused(profile: str) -> None:
+    """(2, n//2, n-3) of two layers holds a boundary below 0, as in the embedded suite."""
+    found = served(profile, {}, n_layers=2, boundaries=(0, 1, 2))
+    assert found.refused is not None and found.refused.startswith(("X1:", "X12:"))
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
-from driftlab.data.text import Text
 from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
 from driftlab.doctor.diagnosis import FILE, Candidate, Diagnosis, Outcome, Row, Runtime, Verdict
-from driftlab.doctor.scoring import Prompts, Score, margins, own_texts, score
+from driftlab.doctor.scoring import Bench, Prompts, Score, margins, own_texts
 from driftlab.doctor.selfcheck import Check, drafts, self_checks
 from driftlab.engines.chain import check_pair
 from driftlab.errors import ConfigError, ContractError
@@ -35,12 +34,31 @@ from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
 from driftlab.results.stats import Estimate
 
-__all__ = ["MINIMUM", "Candidate", "Check", "Diagnosis", "Outcome", "Verdict", "examine", "fix"]
+__all__ = [
+    "MINIMUM",
+    "Bench",
+    "Candidate",
+    "Check",
+    "Diagnosis",
+    "Outcome",
+    "Verdict",
+    "bench",
+    "examine",
+    "fix",
+]
 
 MINIMUM = 0.005
 """Nats a token that another reading must save to be called better."""
 FAULTS = 3
 """How many faults at once are looked for."""
+
+
+def bench(target: Target, *, tokens: int = 2000, prompts: Prompts = None, seed: int = 0) -> Bench:
+    """Texts of a target to examine several drafters on, its states computed once.
+
+    See :func:`examine` for the arguments and :class:`driftlab.doctor.scoring.Bench`.
+    """
+    return Bench(target, own_texts(target, prompts, tokens=tokens, seed=seed))
 
 
 def examine(
@@ -53,6 +71,7 @@ def examine(
     strict: bool = False,
     as_profile: str = "trained",
     revision: str | None = None,
+    on: Bench | None = None,
     progress: bool = False,
 ) -> Diagnosis:
     """Check the contract of a pair on about ``tokens`` tokens of the target's own text.
@@ -64,6 +83,7 @@ def examine(
     strict: refuse values that were assumed and not read.
     as_profile: the reading that is checked: ``trained``, or a runtime's
         (:class:`driftlab.models.checkpoints.profiles.Profile`).
+    on: texts of ``target`` made before by :func:`bench`, in place of ``tokens`` and ``prompts``.
 
     Raises
     ------
@@ -91,8 +111,9 @@ def examine(
     served = serve(as_profile, trained, facts)
     if served.refused is not None:
         raise ContractError(f"{served.profile} cannot load this drafter", got=served.refused)
-    case = _Case(target, subject, facts, served, source, seed, progress)
-    return case.run(own_texts(target, prompts, tokens=tokens, seed=seed))
+    if on is None:
+        on = bench(target, tokens=tokens, prompts=prompts, seed=seed)
+    return _Case(on, subject, facts, served, source, seed, progress).run()
 
 
 def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
@@ -134,7 +155,7 @@ class _Case:
 
     def __init__(
         self,
-        target: Target,
+        bench: Bench,
         subject: Drafter,
         facts: Facts,
         served: Served,
@@ -142,14 +163,13 @@ class _Case:
         seed: int,
         progress: bool,
     ) -> None:
-        self.target, self.subject, self.facts = target, subject, facts
+        self.bench, self.subject, self.facts = bench, subject, facts
+        self.target, self.texts = bench.target, bench.texts
         self.served, self.base, self.source = served, served.reading, source
         self.seed, self.progress = seed, progress
-        self.texts: list[Text] = []
-        self.scored: list[tuple[Reading, Score]] = []
 
-    def run(self, texts: list[Text]) -> Diagnosis:
-        self.texts = texts
+    def run(self) -> Diagnosis:
+        texts = self.texts
         drafter = build(self.subject, self.base)
         checks = self_checks(self.target, drafter, texts, self.facts)
         common = {
@@ -200,19 +220,8 @@ class _Case:
         return (*notes, *self.served.notes)
 
     def _score(self, readings: dict[str, Reading], label: str) -> dict[str, Score]:
-        """Scores by name; a reading that was scored before is not computed again."""
-        known = {
-            name: found
-            for name, reading in readings.items()
-            for old, found in self.scored
-            if same(reading, old)
-        }
-        new = {n: r for n, r in readings.items() if n not in known}
-        built = {name: build(self.subject, reading) for name, reading in new.items()}
-        label = label if self.progress else ""
-        made = score(self.target, self.texts, built, progress=label) if built else {}
-        self.scored += [(new[name], found) for name, found in made.items()]
-        return known | made
+        built = {name: build(self.subject, reading) for name, reading in readings.items()}
+        return self.bench.score(built, progress=label if self.progress else "")
 
     def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None, tuple[str, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.

@@ -11,10 +11,12 @@ with different vocabulary maps can be compared.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ DEPTH = 4
 MIX = 0.01
 TEXTS, ROUNDS = 24, 4
 BUDGET = 2**25  # numbers of the target's distributions held at once
+KEEP = 2**27  # numbers of them that are kept between two calls
 
 Prompts = Sequence[Sequence[int]] | str | Path | None
 
@@ -144,38 +147,109 @@ class _Sums:
         )
 
 
-@torch.inference_mode()
-def score(
-    target: Target, texts: Sequence[Text], readings: Mapping[str, Drafter], *, progress: str = ""
-) -> dict[str, Score]:
-    """Score every reading on the same anchors of the same texts, in one pass of the target.
+@dataclass
+class _Batch:
+    """Some of the texts, right-padded, and what the target makes of them.
 
-    Raises NumericsError when a reading's logits are not finite.
+    p [B, S - first, V]: its distributions from position ``first`` on, where anchors begin.
+    states: boundary -> [B, S, Ht]; last: the state after the final norm.
     """
-    sums = {name: _Sums(len(texts)) for name in readings}
-    wanted = sorted({b for d in readings.values() for b in d.config.boundaries})
-    rows = list(_batches(texts, target.vocab_size))
-    with tqdm(
-        total=len(rows) * len(readings), desc=progress, disable=None if progress else True
-    ) as bar:
-        for chosen in rows:
-            part = [texts[i] for i in chosen]
-            lengths = torch.tensor([len(t.tokens) for t in part])
-            tokens = torch.zeros(len(part), int(lengths.max()), dtype=torch.long)
-            for row, text in zip(tokens, part, strict=True):
-                row[: len(text.tokens)] = torch.tensor(text.tokens)
-            out = target.forward(tokens, lengths, wanted)
-            assert out.logits is not None  # asked for by default
-            states = dict(zip(wanted, out.aux.split(target.hidden_size, dim=-1), strict=True))
-            starts = torch.tensor([t.prompt_len - 1 for t in part])
-            p = out.logits.float().softmax(dim=-1)
-            for name, drafter in readings.items():
-                own = [states[b] for b in drafter.config.boundaries] or [out.last]
-                aux = torch.cat(own, dim=-1).to(drafter.norm.weight)
-                batch = (tokens.to(aux.device), aux, lengths.to(aux.device), starts.to(aux.device))
-                _add(sums[name], chosen, name, drafter, batch, p.to(aux.device))
-                bar.update(1)
-    return {name: found.score() for name, found in sums.items()}
+
+    rows: list[int]
+    tokens: Tensor
+    lengths: Tensor
+    starts: Tensor
+    p: Tensor | None = None
+    states: dict[int, Tensor] = field(default_factory=dict)
+    last: Tensor | None = None
+
+    @property
+    def first(self) -> int:
+        return int(self.starts.min())
+
+
+class Bench:
+    """Texts of one target, and every score that was made on them.
+
+    The target's distributions and captured states are kept while they fit ``KEEP`` numbers, so
+    that more readings, or another drafter of the same target, cost the drafter's passes alone.
+    A drafter that computes what an earlier one did is not scored again.
+    """
+
+    def __init__(self, target: Target, texts: Sequence[Text]) -> None:
+        self.target, self.texts = target, list(texts)
+        self._batches = [self._batch(rows) for rows in _batches(self.texts, target.vocab_size)]
+        self._scores: dict[tuple[Any, ...], Score] = {}
+        self._digests: dict[int, tuple[Tensor, bytes]] = {}
+
+    @torch.inference_mode()
+    def score(self, readings: Mapping[str, Drafter], *, progress: str = "") -> dict[str, Score]:
+        """Score every reading on the same anchors of the same texts.
+
+        Raises NumericsError when a reading's logits are not finite.
+        """
+        keys = {name: self._key(drafter) for name, drafter in readings.items()}
+        new = {keys[n]: d for n, d in readings.items() if keys[n] not in self._scores}
+        names = {keys[n]: n for n in readings}
+        sums = {key: _Sums(len(self.texts)) for key in new}
+        wanted = sorted({b for d in new.values() for b in d.config.boundaries})
+        with tqdm(
+            total=len(self._batches) * len(new),
+            desc=progress,
+            disable=None if progress and new else True,
+        ) as bar:
+            for batch in self._batches if new else ():
+                self._run_target(batch, wanted)
+                for key, drafter in new.items():
+                    _add(sums[key], names[key], drafter, batch)
+                    bar.update(1)
+                self._forget(batch)
+        self._scores |= {key: found.score() for key, found in sums.items()}
+        return {name: self._scores[key] for name, key in keys.items()}
+
+    def _batch(self, rows: list[int]) -> _Batch:
+        part = [self.texts[i] for i in rows]
+        lengths = torch.tensor([len(t.tokens) for t in part])
+        tokens = torch.zeros(len(part), int(lengths.max()), dtype=torch.long)
+        for row, text in zip(tokens, part, strict=True):
+            row[: len(text.tokens)] = torch.tensor(text.tokens)
+        return _Batch(rows, tokens, lengths, torch.tensor([t.prompt_len - 1 for t in part]))
+
+    def _run_target(self, batch: _Batch, wanted: Sequence[int]) -> None:
+        missing = sorted(set(wanted) - set(batch.states))
+        if batch.p is not None and not missing:
+            return
+        new = batch.p is None
+        out = self.target.forward(batch.tokens, batch.lengths, missing, logits=new)
+        if new:
+            assert out.logits is not None  # asked for
+            batch.p = out.logits[:, batch.first :].float().softmax(dim=-1)
+            batch.last = out.last
+        if missing:
+            batch.states |= zip(
+                missing, out.aux.split(self.target.hidden_size, dim=-1), strict=True
+            )
+
+    def _forget(self, batch: _Batch) -> None:
+        held = sum(b.p.numel() for b in self._batches if b.p is not None)
+        if held > KEEP:
+            batch.p, batch.last = None, None
+            batch.states.clear()
+
+    def _key(self, drafter: Drafter) -> tuple[Any, ...]:
+        """What ``drafter`` computes: its contract, its map and its weights."""
+        named = {**dict(drafter.named_parameters()), "map": drafter.draft_to_target}
+        weights = tuple((name, self._digest(named[name])) for name in sorted(named))
+        return drafter.config.model_dump_json(), weights
+
+    def _digest(self, tensor: Tensor) -> bytes:
+        # Readings share their weights. A tensor that is held keeps its address to itself.
+        known = self._digests.get(tensor.data_ptr())
+        if known is None or known[0].shape != tensor.shape:
+            data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+            known = (tensor, hashlib.blake2b(data.data, digest_size=16).digest())
+            self._digests[tensor.data_ptr()] = known
+        return known[1]
 
 
 def _batches(texts: Sequence[Text], vocab: int) -> Iterator[list[int]]:
@@ -191,19 +265,18 @@ def _batches(texts: Sequence[Text], vocab: int) -> Iterator[list[int]]:
         yield held
 
 
-def _add(
-    sums: _Sums,
-    rows: list[int],
-    name: str,
-    drafter: Drafter,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor],
-    p: Tensor,
-) -> None:
-    tokens, aux, lengths, starts = batch
-    anchors = torch.arange(int(starts.min()), int(lengths.max()) - 1 - DEPTH, device=aux.device)
+def _add(sums: _Sums, name: str, drafter: Drafter, batch: _Batch) -> None:
+    assert batch.p is not None and batch.last is not None
+    own = [batch.states[b] for b in drafter.config.boundaries] or [batch.last]
+    aux = torch.cat(own, dim=-1).to(drafter.norm.weight)
+    tokens, lengths, starts = (
+        t.to(aux.device) for t in (batch.tokens, batch.lengths, batch.starts)
+    )
+    anchors = torch.arange(batch.first, int(lengths.max()) - 1 - DEPTH, device=aux.device)
     keep = (anchors >= starts[:, None]) & (anchors < lengths[:, None] - 1 - DEPTH)
-    ids, vocab = drafter.draft_to_target, p.shape[-1]
-    floor = math.log(MIX / vocab)
+    floor = math.log(MIX / batch.p.shape[-1])
+    reachable = batch.p.to(aux.device)[..., drafter.draft_to_target]
+    rows = batch.rows
 
     def total(x: Tensor) -> np.ndarray:
         return np.asarray((x * keep).sum(dim=1, dtype=torch.float64).cpu())
@@ -219,7 +292,7 @@ def _add(
             )
         log_q = step.logits.float().log_softmax(dim=-1) + math.log1p(-MIX)
         log_q = torch.logaddexp(log_q, torch.full((), floor, device=log_q.device))
-        wanted = p[:, anchors + step.depth][..., ids]
+        wanted = reachable[:, anchors - batch.first + step.depth]
         loss = -(wanted * log_q).sum(-1) - (1 - wanted.sum(-1)) * floor
         sums.n[rows, d] += total(torch.ones_like(loss))
         sums.loss[rows, d] += total(loss)

@@ -246,6 +246,8 @@ class _Serving:
         states = len(config.boundaries)
         if len(ids) != states:
             self.refuse("X19", f"it captures {ids}, and fc expects {states} states ({why})")
+        elif ids[0] < 0:
+            self.refuse("X12", f"the default {ids} of a target of {n} layers does not exist")
         elif ids[-1] > n or (ids[-1] == n and self._misses_last()):
             self.refuse("X1", f"boundary {ids[-1]} of {n} layers is never captured ({why})")
         else:
