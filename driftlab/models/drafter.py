@@ -118,9 +118,27 @@ class Rotary(nn.Module):
                 remedy="Give a rope_type that transformers knows, with all of its parameters.",
             ) from None
         self.interleaved = rope.interleaved
+        # Past their limit these two turn every position by the length of the text so far, so that
+        # keys of earlier rounds, and chains of earlier anchors, would have to be turned again.
+        limits = {
+            "dynamic": rope.max_position,
+            "longrope": rope.parameters.get("original_max_position_embeddings"),
+        }
+        self.kind, self.limit = rope.rope_type, limits.get(rope.rope_type)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [B, heads, T, e] at positions [T]; dimensions past the table's stay."""
+        """Rotate x [B, heads, T, e] at positions [T]; dimensions past the table's stay.
+
+        Raises ContractError for ``dynamic`` and ``longrope`` past the length up to which they
+        do not depend on the text.
+        """
+        if self.limit is not None and positions.numel() and int(positions.max()) >= self.limit:
+            raise ContractError(
+                f"the {self.kind} rotation of position {int(positions.max())} depends on the "
+                f"length of the whole text, and so has no one value past {self.limit} positions",
+                remedy=f"Use texts of up to {self.limit} tokens, or override rope.rope_type and "
+                "rope.theta with the fixed rotation that the engine's table holds.",
+            )
         cos, sin = (t[:, None] for t in self.table(x, positions[None]))  # [1, 1, T, r]
         turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         if self.interleaved:
