@@ -183,11 +183,17 @@ class TargetSpec(Frozen):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     boundaries: tuple[int, ...] | None = None  # None: the default (2, n//2, n-3)
     trust_remote_code: bool = False
+    device_map: str | dict[str, int | str] | None = None  # HuggingFace's: "auto", "cuda:0", parts
+    tp_plan: Literal["auto"] | None = None  # each matrix over the processes of torchrun
 
     @model_validator(mode="after")
     def _consistent(self) -> TargetSpec:
         if self.boundaries == ():
             raise ValueError("boundaries is empty")
+        if self.device_map is not None and self.tp_plan is not None:
+            raise ValueError("give device_map (whole layers) or tp_plan (parts of layers)")
+        if self.source == "micro" and (self.device_map or self.tp_plan):
+            raise ValueError("the target 'micro' is trained on the CPU and stays there")
         return self
 
 
@@ -377,6 +383,7 @@ Quantity = Literal[
     "forced accuracy",
     "conditional acceptance",
     "accepted drafts",
+    "share of own length",
     "growth",
     "sink",
     "own drafts",
@@ -391,8 +398,9 @@ class Contrast(Frozen):
     """A comparison that is fixed before the run: ``levels[1]`` against ``levels[0]``.
 
     ``at`` holds other factors at a level; those that are not named are averaged. ``depth`` None
-    is the deepest (for ``growth``: from depth 1 to it); ``accepted drafts`` has none. For the
-    factor ``condition`` the level "" is the unchanged drafter.
+    is the deepest (for ``growth``: from depth 1 to it); lengths have none. For the factor
+    ``condition`` the level "" is the unchanged drafter; ``share of own length`` is what is left
+    of a drafter's accepted drafts under the condition that ``at`` or a level names.
     """
 
     measure: Quantity

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from driftlab.config import Experiment, Origin, refuse_assumptions
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.pool import run_jobs
+from driftlab.engines.ray_pool import run_jobs_on_ray
 from driftlab.errors import DriftlabError, RunError
 from driftlab.experiment.applied import applied_jobs, find_drafters, unchanged_jobs
 from driftlab.experiment.plan import Plan
@@ -39,6 +40,7 @@ def run_experiment(
     strict: bool = False,
     command: str = "",
     quiet: bool = False,
+    ray: str | None = None,
 ) -> RunDirectory:
     """Run every cell of ``experiment`` that ``out`` does not hold yet, and finish its tables.
 
@@ -46,6 +48,7 @@ def run_experiment(
     ----------
     cache: shared texts and states; by default ``cache`` beside ``out``.
     strict: refuse values that were assumed and not read.
+    ray: address of a Ray cluster that runs the cells, or ``local``; see ``engines.ray_pool``.
 
     Raises
     ------
@@ -75,7 +78,7 @@ def run_experiment(
             failed: dict[str, DriftlabError] = {}
             for jobs in phases:
                 todo = [job for job in jobs if not finished(job)]
-                failed |= _run_jobs(todo, experiment.workers, quiet=quiet)
+                failed |= _run_jobs(todo, experiment, ray, quiet=quiet)
         with run.stage("tables"):
             run.finish()
         if failed:
@@ -135,6 +138,10 @@ def _prepare(
             got=f"changed since: {', '.join(lost)}",
             remedy="Restore the files that it was begun with, or choose another folder with --out.",
         )
+    if experiment.analysis is not None and "registered" not in run.manifest:
+        fixed = experiment.analysis.model_dump(mode="json")
+        rows = any((run.path / "shards").glob("*/*"))
+        run.update_manifest(registered={"analysis": fixed, "rows": rows})
     run.write_prompts(prompt_rows(measure_texts, found, experiment.measure))
     run.update_manifest(
         inputs=inputs,
@@ -174,7 +181,9 @@ def _by_cause(failed: Mapping[str, DriftlabError]) -> str:
     return "; ".join(f"{cause} [{', '.join(names)}]" for cause, names in cells.items())
 
 
-def _run_jobs(jobs: Sequence[CellJob], workers: int, *, quiet: bool) -> dict[str, DriftlabError]:
+def _run_jobs(
+    jobs: Sequence[CellJob], experiment: Experiment, ray: str | None, *, quiet: bool
+) -> dict[str, DriftlabError]:
     """Run the cells in processes of their own. Returns the failed cells and why."""
     if not jobs:
         return {}
@@ -182,7 +191,17 @@ def _run_jobs(jobs: Sequence[CellJob], workers: int, *, quiet: bool) -> dict[str
     label = "1 cell" if len(jobs) == 1 else f"{len(jobs)} cells"
     os.environ["OMP_WAIT_POLICY"] = "passive"
     with tqdm(total=total, desc=label, disable=True if quiet else None) as bar:
-        return run_jobs({j.cell: j for j in jobs}, run_cell, workers=workers, on_step=bar.update)
+        named, workers = {job.cell: job for job in jobs}, experiment.workers
+        if ray is None:
+            return run_jobs(named, run_cell, workers=workers, on_step=bar.update)
+        return run_jobs_on_ray(
+            named,
+            run_cell,
+            address=ray,
+            workers=workers,
+            threads=experiment.threads,
+            on_step=bar.update,
+        )
 
 
 def _versions() -> dict[str, str]:

@@ -49,6 +49,8 @@ def open_target(spec: TargetSpec, cache: Path, *, label: str = "") -> Target:
         spec.source,
         revision=spec.revision,
         dtype=spec.dtype,
+        device_map=spec.device_map,
+        tp_plan=spec.tp_plan,
         trust_remote_code=spec.trust_remote_code,
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, take
+from driftlab.results.registered import changed_since, registered
+from driftlab.results.slices import Group, Mode, Slice, Stratum, TextKind, modes, take
 from driftlab.results.stats import (
     Estimate,
     Factorial,
@@ -40,7 +42,9 @@ class Answer:
     """One question, one sentence, and the numbers in it.
 
     ``basis`` says which rows the numbers come from. ``p`` holds the Holm-adjusted p values
-    of the contrasts (the family is every contrast of the run's answers).
+    of the contrasts. ``role`` says whether the experiment file fixed the comparison before the
+    run (its ``primary`` one, or one of the ``family`` that is corrected with it) or it is
+    ``exploratory``: then the family is every exploratory contrast.
     """
 
     question: str
@@ -48,6 +52,7 @@ class Answer:
     estimates: Mapping[str, Estimate]
     basis: str
     p: Mapping[str, float] = field(default_factory=dict)
+    role: Literal["primary", "family", "exploratory"] = "exploratory"
 
     def __str__(self) -> str:
         return self.sentence
@@ -242,12 +247,13 @@ def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
     return prefix + text[0].upper() + text[1:]
 
 
-def _stratum_prefix(tables_strata: int, stratum: tuple[str, bool, int | None]) -> str:
+def _stratum_prefix(tables_strata: int, stratum: Stratum) -> str:
     if tables_strata < 2:
         return ""
-    residual, gate, ttt = stratum
+    residual, gate, ttt, aligned = stratum
     parts = [f"TTT {ttt}" if ttt is not None else "", "gated attention" if gate else ""]
     parts.append("normed residual" if residual != "raw" else "")
+    parts.append(f"alignment {aligned:g}" if aligned else "")
     return f"[{', '.join(filter(None, parts)) or 'raw residual'}] "
 
 
@@ -257,11 +263,72 @@ def _stratum_prefix(tables_strata: int, stratum: tuple[str, bool, int | None]) -
 def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[Answer]:
     """One sentence per question that the run can answer, the most important first.
 
-    With fusion norm or feedback as trained factors: their main effects and interaction on
-    growth, accuracy, acceptance, attention and shares, Holm-corrected as one family. Without:
-    what each drafter does as it drafts deeper. ``kind`` is the headline's text by default.
+    First what the experiment file registered. Then, with fusion norm or feedback as trained
+    factors: their main effects and interaction on growth, accuracy, acceptance, attention and
+    shares, Holm-corrected as one family. Without: what each drafter does as it drafts deeper.
+    With applied conditions: what each leaves of a drafter's own length instead. ``kind`` is the
+    headline's text by default.
     """
     tables = load(run)
+    first = _registered(tables, kind)
+    rest = _applied(tables, kind) or _explored(tables, kind)
+    if first:
+        rest = [replace(one, sentence=f"Exploratory: {one.sentence}") for one in rest]
+    return first + rest
+
+
+def _registered(tables: Tables, kind: TextKind | None) -> list[Answer]:
+    """The comparisons that were fixed before the run, whatever came of them."""
+    out = []
+    found = registered(tables, kind)
+    late = changed_since(tables)
+    for one in found:
+        role = "primary" if one.primary else "family"
+        head = f"{role.capitalize()} comparison, {one.comparison}: {one.name}"
+        if math.isnan(one.effect.value):
+            text = f"{head} is {one.effect.note}."
+        else:
+            kind_of = "ratio" if one.effect.unit == "x" else "difference"
+            known = not math.isnan(one.p) and one.p < ALPHA and one.effect.differs
+            verdict = "goes" if known else "shows no evidence of a change: it goes"
+            p = (
+                ""
+                if math.isnan(one.p)
+                else f", p {one.p:.2g} corrected for {len(found)} comparisons"
+            )
+            text = (
+                f"{head} {verdict} from {one.before.short} to {one.after.short}, {kind_of} "
+                f"{one.effect.short}{p}; {one.effect.signs}; {power_note(one.effect)}"
+                f"{f'; {late}' if late else ''}."
+            )
+        numbers = {"before": one.before, "after": one.after, "effect": one.effect}
+        question = f"{one.comparison}: {one.name}?"
+        out.append(Answer(question, text, numbers, one.basis, {"effect": one.p}, role))
+    return out
+
+
+def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
+    """What each condition leaves of the drafters' own lengths; empty without conditions."""
+    if not (tables.cells["axis"] == "applied").any() or "free" not in modes(tables):
+        return []
+    piece = take(tables, "free", kind)
+    by_condition: dict[str, list[Group]] = {}
+    for group in piece.groups:
+        if group.axis == "applied":
+            by_condition.setdefault(group.condition, []).append(group)
+    out = []
+    for condition, members in by_condition.items():
+        shares = {
+            g.label: estimate(own_share(piece, g), resamples=piece.resamples) for g in members
+        }
+        said = "; ".join(f"{g.variant} {shares[g.label].short}" for g in members)
+        sentence = f"{condition}: share of the drafter's own accepted drafts that is left: {said}."
+        question = f"What does {condition} leave of a drafter's own length?"
+        out.append(Answer(question, sentence, shares, piece.basis))
+    return out
+
+
+def _explored(tables: Tables, kind: TextKind | None) -> list[Answer]:
     measures = _measures(tables, kind)
     draws = next(iter(measures.values())).piece.resamples
     sinkless = _no_sink(tables, kind)

@@ -55,10 +55,19 @@ class Group:
     condition: str
 
     @property
-    def stratum(self) -> tuple[str, bool, int | None]:
-        """What must agree before fusion norm and feedback may be compared."""
-        return self.residual, self.attention_gate, self.ttt
+    def alignment(self) -> float:
+        """Weight of the attention-alignment loss; the variant's name holds it."""
+        parts = [p for p in self.variant.split("+") if p.startswith(ALIGNED)]
+        return float(parts[0].removeprefix(ALIGNED)) if parts else 0.0
 
+    @property
+    def stratum(self) -> Stratum:
+        """What must agree before fusion norm and feedback may be compared."""
+        return self.residual, self.attention_gate, self.ttt, self.alignment
+
+
+ALIGNED = "aligned"
+Stratum = tuple[str, bool, int | None, float]
 
 _GROUP_KEYS = ("variant", "ttt", "axis", "condition")
 _FUSION_ORDER = {"none": 0, "per_layer": 1, "concat": 2, "concat_per_layer": 3}
@@ -68,7 +77,11 @@ _FEEDBACK_ORDER = {"pre_norm": 0, "post_norm": 1}
 def text_kinds(tables: Tables) -> tuple[TextKind, ...]:
     """Kinds of text in the run, the headline's kind first: sampled, given, greedy; among
     sampled texts the temperature nearest to 1."""
-    pairs = tables.depths[["text", "temperature"]].drop_duplicates()
+    depths, cells = tables.depths, tables.cells
+    plain = depths["cell"].isin(cells.loc[cells["condition"] == "", "cell"])
+    if plain.any():  # a condition may have a temperature of its own
+        depths = depths[plain]
+    pairs = depths[["text", "temperature"]].drop_duplicates()
     kinds = {
         TextKind(t, None if t != "sampled" or math.isnan(h) else float(h))
         for t, h in zip(pairs["text"], pairs["temperature"], strict=True)
@@ -233,9 +246,9 @@ class Slice:
             return Sample(total / rounds, np.nan_to_num(rounds) if pooled else None)
 
     @cached_property
-    def strata(self) -> dict[tuple[str, bool, int | None], dict[tuple[str, str], Group]]:
+    def strata(self) -> dict[Stratum, dict[tuple[str, str], Group]]:
         """Trained, unperturbed groups by what must agree, then by (fusion norm, feedback)."""
-        out: dict[tuple[str, bool, int | None], dict[tuple[str, str], Group]] = {}
+        out: dict[Stratum, dict[tuple[str, str], Group]] = {}
         for group in self.groups:
             if group.axis == "trained" and not group.condition:
                 out.setdefault(group.stratum, {})[group.fusion_norm, group.feedback] = group
@@ -278,18 +291,24 @@ def _take(
     kind = kind or text_kinds(tables)[0]
     all_groups, cells = groups(tables, axis)
     frame = getattr(tables, table)
-    frame = frame[frame["text"] == kind.text]
+    frame = frame[frame["cell"].isin(cells["cell"])]
     if mode is not None:
         frame = frame[frame["mode"] == mode]
+    condition = (
+        frame["cell"].astype(str).map(dict(zip(cells["cell"], cells["condition"], strict=True)))
+    )
+    chosen = (frame["text"] == kind.text).to_numpy(copy=True)
     if kind.temperature is not None and "temperature" in frame:
-        frame = frame[np.isclose(frame["temperature"].to_numpy(float), kind.temperature)]
-    frame = frame[frame["cell"].isin(cells["cell"])]
+        chosen &= np.isclose(frame["temperature"].to_numpy(float), kind.temperature)
+    # A condition that sets the temperature has one kind of text, its own, and stands for itself.
+    chosen |= condition.isin(_of_other_kind(tables, kind)).to_numpy()
+    frame, condition = frame[chosen], condition[chosen]
     if not len(frame):
         what = " ".join(filter(None, (mode, "chains on" if mode else "", str(kind))))
         raise RunError(
             f"the run has no finished cell with {what}", remedy="See the run's table cells."
         )
-    frame, left_out, note = _without_loops(frame, tables.prompts, kind)
+    frame, left_out, note = _without_loops(frame, condition, tables)
     by_cell = cells.set_index("cell")
     seeds = tuple(sorted(by_cell.loc[frame["cell"].unique(), "seed"].unique().tolist()))
     prompts = tuple(sorted(frame["prompt"].astype(str).unique()))
@@ -321,15 +340,45 @@ def _mapped(names: pd.Series, codes: pd.Series) -> np.ndarray:
     return codes.reindex(names.astype(str)).to_numpy(int)
 
 
+def _of_other_kind(tables: Tables, kind: TextKind) -> set[str]:
+    """Conditions whose texts are all of one kind, which is another than ``kind``."""
+    texts = tables.extra.get("texts")
+    if texts is None:
+        return set()
+    found: dict[str, set[tuple[str, float]]] = {}
+    for row in texts[["condition", "text", "temperature"]].drop_duplicates().to_dict("records"):
+        at = 0.0 if math.isnan(row["temperature"]) else round(float(row["temperature"]), 6)
+        found.setdefault(str(row["condition"]), set()).add((str(row["text"]), at))
+    wanted = (kind.text, round(kind.temperature or 0.0, 6))
+    return {name for name, kinds in found.items() if len(kinds) == 1 and wanted not in kinds}
+
+
 def _without_loops(
-    frame: pd.DataFrame, prompts: pd.DataFrame, kind: TextKind
+    frame: pd.DataFrame, condition: pd.Series, tables: Tables
 ) -> tuple[pd.DataFrame, int, str]:
-    """Degeneracy rule: looping texts flatter every drafter and are left out, and counted."""
-    looping = set(prompts.loc[(prompts["text"] == kind.text) & prompts["loops"], "prompt"])
-    looping &= set(frame["prompt"])
+    """Degeneracy rule: looping texts flatter every drafter and are left out, and counted.
+
+    A condition with texts of its own is judged by these.
+    """
+    looping = {("", t, p) for t, p in _looping(tables.prompts)}
+    texts, own = tables.extra.get("texts"), set()
+    if texts is not None:
+        own = set(texts["condition"].astype(str))
+        for name in own:
+            looping |= {(name, t, p) for t, p in _looping(texts[texts["condition"] == name])}
     if not looping:
         return frame, 0, ""
-    kept = frame[~frame["prompt"].isin(looping)]
+    source = condition.where(condition.isin(own), "")
+    keys = list(zip(source, frame["text"].astype(str), frame["prompt"].astype(str), strict=True))
+    found = looping & set(keys)
+    if not found:
+        return frame, 0, ""
+    kept = frame[np.array([key not in looping for key in keys])]
     if not len(kept):
-        return frame, 0, f"all {len(looping)} texts loop and none could be left out"
-    return kept, len(looping), f"{len(looping)} looping text{'s' * (len(looping) > 1)} left out"
+        return frame, 0, f"all {len(found)} texts loop and none could be left out"
+    return kept, len(found), f"{len(found)} looping text{'s' * (len(found) > 1)} left out"
+
+
+def _looping(prompts: pd.DataFrame) -> set[tuple[str, str]]:
+    rows = prompts[prompts["loops"]]
+    return set(zip(rows["text"].astype(str), rows["prompt"].astype(str), strict=True))

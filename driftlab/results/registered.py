@@ -1,0 +1,147 @@
+"""Comparisons that the experiment file fixed before the run: effect, interval, corrected p."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from driftlab.config import Analysis, Contrast
+from driftlab.results.quantities import own_share
+from driftlab.results.records import Tables
+from driftlab.results.slices import Group, Slice, TextKind, modes, take
+from driftlab.results.stats import Estimate, Sample, estimate, holm, not_available
+
+FACTORS = (
+    *("fusion_norm", "feedback", "residual", "attention_gate", "ttt", "alignment", "condition"),
+)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One registered comparison. ``effect`` is after minus before, or their ratio for growth.
+
+    ``p`` is Holm-adjusted over the primary comparison and its family; NaN without one.
+    """
+
+    contrast: Contrast
+    primary: bool
+    before: Estimate
+    after: Estimate
+    effect: Estimate
+    p: float
+    basis: str
+
+    @property
+    def name(self) -> str:
+        """The measure with its depth, in words."""
+        c = self.contrast
+        at = "" if c.measure in _WITHOUT_DEPTH else f" at depth {c.depth or 'the deepest'}"
+        return f"{c.measure}{at}"
+
+    @property
+    def comparison(self) -> str:
+        """The levels, and what is held, in words."""
+        c = self.contrast
+        held = ", ".join(f"{k} {v}" for k, v in c.at.items())
+        a, b = (str(level) or "unchanged" for level in c.levels)
+        return f"{c.factor} {b} against {a}" + (f" ({held})" if held else "")
+
+
+_WITHOUT_DEPTH = ("accepted drafts", "share of own length")
+
+
+def registered(tables: Tables, kind: TextKind | None = None) -> list[Registered]:
+    """The registered comparisons of a run, the primary first; empty when it registered none."""
+    config = tables.manifest.get("config")
+    stated = config.get("analysis") if isinstance(config, Mapping) else None
+    if not stated:
+        return []
+    analysis = Analysis.model_validate(stated)
+    contrasts = [analysis.primary, *analysis.family]
+    found = [_compare(tables, contrast, kind) for contrast in contrasts]
+    adjusted = holm({str(i): one[2] for i, one in enumerate(found)})
+    return [
+        Registered(contrast, i == 0, *one[:3], adjusted.get(str(i), math.nan), one[3])
+        for i, (contrast, one) in enumerate(zip(contrasts, found, strict=True))
+    ]
+
+
+def changed_since(tables: Tables) -> str:
+    """What a reader must know of when the comparisons were fixed; empty when before the rows."""
+    first = tables.manifest.get("registered")
+    config = tables.manifest.get("config")
+    if not isinstance(first, Mapping) or not isinstance(config, Mapping):
+        return ""
+    if first.get("analysis") != config.get("analysis"):
+        return "the registered comparisons were changed after the run began"
+    return "some rows were there when the comparisons were fixed" if first.get("rows") else ""
+
+
+def _compare(
+    tables: Tables, contrast: Contrast, kind: TextKind | None
+) -> tuple[Estimate, Estimate, Estimate, str]:
+    mode = "forced" if contrast.measure == "forced accuracy" else "free"
+    if mode not in modes(tables):
+        missing = not_available(f"no {mode} chains were measured")
+        return missing, missing, missing, ""
+    piece = take(tables, mode, kind)  # type: ignore[arg-type]
+    sample, ratio, unit = _sampler(piece, contrast)
+    pairs = _pairs(piece, contrast)
+    if sample is None or not pairs:
+        why = "the depth was not measured" if pairs else "the levels were not measured side by side"
+        missing = not_available(why)
+        return missing, missing, missing, piece.basis
+    share, draws = 1 / len(pairs), piece.resamples
+    before, after = ([sample(pair[i]) for pair in pairs] for i in (0, 1))
+    weights = [share] * len(pairs)
+
+    def level(samples: list[Sample]) -> Estimate:
+        return estimate(samples, weights, ratio=ratio, unit=unit, resamples=draws)
+
+    effect = estimate(
+        [*after, *before],
+        [*weights, *(-w for w in weights)],
+        ratio=ratio,
+        unit=unit,
+        resamples=draws,
+        over_prompts=True,
+    )
+    return level(before), level(after), effect, piece.basis
+
+
+def _pairs(piece: Slice, contrast: Contrast) -> list[tuple[Group, Group]]:
+    """Groups that differ in the contrast's factor alone and agree with what is held."""
+    held = dict(contrast.at)
+    if contrast.factor != "condition":
+        held.setdefault("condition", "")
+    rest = [name for name in FACTORS if name != contrast.factor]
+    levels: tuple[dict[tuple, Group], dict[tuple, Group]] = ({}, {})
+    for group in piece.groups:
+        if any(getattr(group, name) != value for name, value in held.items()):
+            continue
+        for i, level in enumerate(contrast.levels):
+            if getattr(group, contrast.factor) == level:
+                levels[i][tuple(getattr(group, name) for name in rest)] = group
+    return [(levels[0][key], levels[1][key]) for key in levels[0] if key in levels[1]]
+
+
+def _sampler(
+    piece: Slice, contrast: Contrast
+) -> tuple[Callable[[Group], Sample] | None, bool, str]:
+    """How the measure is taken of a group; None when its depth is not there. Ratio, unit."""
+    first, depth = piece.index[0], contrast.depth or piece.index[-1]
+    if contrast.measure == "accepted drafts":
+        return piece.accepted_drafts, False, "drafts"
+    if contrast.measure == "share of own length":
+        return lambda g: own_share(piece, g), False, ""
+    if depth not in piece.index:
+        return None, False, ""
+    if contrast.measure == "forced accuracy":
+        return lambda g: piece.accuracy(g, depth), False, ""
+    if contrast.measure == "conditional acceptance":
+        return lambda g: piece.conditional(g, depth), False, ""
+    if contrast.measure == "growth":
+        return lambda g: piece.change(g, "log_rms_state_pre", first, depth), True, ""
+    column = {"sink": "sink", "own drafts": "draft_mass", "entropy": "entropy"}[contrast.measure]
+    return lambda g: piece.mean(g, column, depth), False, "nats" if column == "entropy" else ""
