@@ -33,6 +33,12 @@ app = typer.Typer(
 
 Target = Annotated[str, typer.Option(help="Folder, GGUF file, hub id, or 'micro'.")]
 DrafterPath = Annotated[str, typer.Option(help="Folder or hub id of a drafter.")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="Place the target's layers: auto, cuda:0 (HuggingFace's).")
+]
+TpPlan = Annotated[
+    str | None, typer.Option(help="'auto': split the target over torchrun's processes.")
+]
 Out = Annotated[Path | None, typer.Option(help="Run directory; the same one resumes.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: train.steps=50")
@@ -53,6 +59,9 @@ def ablate(
     out: Out = None,
     settings: Settings = None,
     strict: Strict = False,
+    ray: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster for the cells, or 'local'.")
+    ] = None,
 ) -> None:
     """Train and measure every cell of an experiment, and answer its questions."""
     if experiment is not None and suite is not None:
@@ -69,7 +78,7 @@ def ablate(
         if experiment is None
         else read_experiment(experiment, overrides, base=base)
     )
-    _run(spec, out or Path("runs") / spec.name, strict=strict, command=context.obj)
+    _run(spec, out or Path("runs") / spec.name, strict=strict, command=context.obj, ray=ray)
 
 
 @app.command()
@@ -120,6 +129,8 @@ def probe(
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts.")] = None,
     out: Out = None,
     strict: Strict = False,
+    device_map: DeviceMap = None,
+    tp_plan: TpPlan = None,
 ) -> None:
     """Measure one drafter on the target's own text."""
     from driftlab import lab
@@ -127,7 +138,10 @@ def probe(
     out = out or Path("runs") / "probe"
     asked = [target, drafter, prompts, depth, temperature, tokens, limit]
     _refuse_other_probe(out, asked)
-    pair = lab.open(target, drafter, strict=strict, cache=out.parent / "cache")
+    cache = out.parent / "cache"
+    placed = device_map is not None or tp_plan is not None
+    opened = _open_target(target, device_map, tp_plan, cache=cache) if placed else target
+    pair = lab.open(opened, drafter, strict=strict, cache=cache)
     measured = pair.probe(
         prompts, depth=depth, temperature=temperature, max_new_tokens=tokens, limit=limit
     )
@@ -186,12 +200,14 @@ def doctor(
     tokens: Annotated[int, typer.Option(min=200, help="The target's own text.")] = 2000,
     fix: Annotated[Path | None, typer.Option(help="Write a corrected copy there.")] = None,
     strict: Strict = False,
+    device_map: DeviceMap = None,
+    tp_plan: TpPlan = None,
 ) -> None:
     """Check that a drafter is read as it was trained: exit 0 clean, 3 doubtful, 4 wrong."""
     from driftlab import doctor as checks
 
     found = checks.examine(
-        _open_target(target),
+        _open_target(target, device_map, tp_plan),
         drafter,
         tokens=tokens,
         strict=strict,
@@ -342,11 +358,29 @@ def _cores() -> int:
     return len(count(0)) if count else os.cpu_count() or 1
 
 
-def _open_target(source: str) -> LoadedTarget:
+def _open_target(
+    source: str,
+    device_map: str | None = None,
+    tp_plan: str | None = None,
+    *,
+    cache: Path = Path("runs") / "cache",
+) -> LoadedTarget:
+    from pydantic import ValidationError
+
     from driftlab.config import TargetSpec
     from driftlab.experiment.texts import open_target
 
-    return open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
+    try:
+        spec = TargetSpec.model_validate(
+            {"source": source, "device_map": device_map, "tp_plan": tp_plan}
+        )
+    except ValidationError as error:
+        raise ConfigError(
+            f"the target {source} cannot be placed so: {error.errors()[0]['msg']}",
+            got=f"--device-map {device_map}, --tp-plan {tp_plan}",
+            remedy="See docs/scale.md.",
+        ) from None
+    return open_target(spec, cache, label="target")
 
 
 def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
@@ -365,10 +399,12 @@ def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
         return read_experiment(path, overrides)
 
 
-def _run(spec: Experiment, out: Path, *, strict: bool, command: str) -> None:
+def _run(
+    spec: Experiment, out: Path, *, strict: bool, command: str, ray: str | None = None
+) -> None:
     from driftlab.experiment import run_experiment
 
-    _finish(run_experiment(spec, out, strict=strict, command=command))
+    _finish(run_experiment(spec, out, strict=strict, command=command, ray=ray))
 
 
 def _finish(run: RunDirectory) -> None:

@@ -15,7 +15,9 @@ from driftlab.errors import NumericsError, ResourceError
 def work(job: tuple[str, Path], progress: Progress) -> None:
     """Leave a file of one's own, then end as ``job`` says."""
     how, file = job
-    file.write_text(str(os.getpid()))
+    first = not file.exists()
+    with file.open("a") as lives:
+        lives.write(f"{os.getpid()} ")
     progress(3)
     if how == "inf":
         raise NumericsError("a state is infinite", got=ValueError("inf"), remedy="Lower it.")
@@ -23,7 +25,7 @@ def work(job: tuple[str, Path], progress: Progress) -> None:
         raise KeyError("nothing of that name")
     if how == "full":
         raise ResourceError("no space left")
-    if how == "killed":
+    if how == "killed" or (how == "killed once" and first):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "quits":
         os._exit(3)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,23 +16,41 @@ from driftlab.data.corpus import Source, Writing, read_given, write_corpus
 from driftlab.data.grammar import WordTokenizer, stories
 from driftlab.data.text import Text
 from driftlab.errors import DataError
+from driftlab.models.continuation import Request
 from driftlab.models.target import Target
 
 
 class Scribe:
-    """Continues prompts by draws of (seed, row), and counts how often it is asked."""
+    """Continues prompts by draws of (seed, index), and counts the chunks that it is asked for.
+
+    As the target does, it takes prompts when rows are free and ends later ones before earlier.
+    """
 
     name, fingerprint = "scribe", "f" * 64
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.seeds: set[int] = set()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, seed: int, **_: Any
-    ) -> list[list[int]]:
-        self.asked += 1
-        rng = np.random.default_rng(seed)
-        return [rng.integers(0, 50, max_new_tokens).tolist() for _ in prompts]
+    @property
+    def asked(self) -> int:
+        return len(self.seeds)
+
+    def stream(
+        self,
+        requests: Iterable[Request],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        batch: int,
+        on_tokens: Callable[[int], object],
+    ) -> Iterator[tuple[Request, list[int]]]:
+        waiting = iter(requests)
+        while rows := list(islice(waiting, 1 + batch)):
+            for request in reversed(rows):
+                self.seeds.add(request.seed)
+                rng = np.random.default_rng([request.seed, request.index])
+                on_tokens(max_new_tokens)
+                yield request, rng.integers(0, 50, max_new_tokens).tolist()
 
 
 PROMPTS = [Source(f"p{i}", "c", tuple(range(1, 2 + i % 3)), None) for i in range(5)]

@@ -63,13 +63,15 @@ def test_the_lock_is_sorted_exact_and_free_of_local_builds() -> None:
 
 
 def test_pyproject_agrees_with_the_lock() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
+    extras = dict(PROJECT["project"]["optional-dependencies"])
+    ray = extras.pop("ray")
     named = {
         "build-system": PROJECT["build-system"]["requires"],
         "dependencies": PROJECT["project"]["dependencies"],
         **extras,
     }
     locked = lock()
+    assert not set(pins(ray)) & set(locked), "ray comes on top of the default install"
     for where, rows in named.items():
         for name, version in pins(rows).items():
             assert locked.get(name) == version, f"{where}: {name}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from driftlab.config import Origin
 from driftlab.errors import CheckpointError, ContractError, DataError, NumericsError
-from driftlab.models import attention, generation, gguf_header
+from driftlab.models import attention, generation, gguf_header, loading, wide
 from driftlab.models.attention import Pattern
+from driftlab.models.continuation import Request
 from driftlab.models.gguf_header import read_gguf_header
 from driftlab.models.target import Target
 
@@ -335,6 +338,71 @@ def test_lengths_must_fit(llama: Target, lengths: list[int]) -> None:
         llama.forward(torch.ones(2, 3, dtype=torch.int64), torch.tensor(lengths), ())
 
 
+def test_refilled_rows_are_what_single_prompts_give(kind: Target) -> None:
+    """Long and short prompts through three rows that end at different steps, buffers moved."""
+    texts = prompts(3, 11, 1, 30, 2, 7, 20, 5, 9, 4)
+    free = kind.generate(texts, max_new_tokens=14, batch=1)
+    eos = free[0][3], free[3][6], free[6][0]
+    ending = Target.from_model(kind.model, name=kind.name, eos_ids=eos)
+    taken: list[int] = []
+    tokens: list[int] = []
+
+    def requests() -> Iterator[Request]:
+        for i, text in enumerate(texts):
+            taken.append(i)
+            yield Request(text, 0, i)
+
+    found: dict[int, list[int]] = {}
+    for request, text in ending.stream(
+        requests(), max_new_tokens=14, batch=3, on_tokens=tokens.append
+    ):
+        found[request.index] = text
+        assert len(taken) <= len(found) + 3  # prompts are taken when a row is free
+    assert sorted(found) == list(range(len(texts)))
+    for i, whole in enumerate(free):
+        stop = next((k for k, token in enumerate(whole) if token in eos), len(whole) - 1)
+        assert found[i] == whole[: stop + 1]
+    assert sum(tokens) == sum(map(len, found.values()))
+
+
+def test_a_draw_keeps_its_noise_in_any_company(llama: Target) -> None:
+    texts = prompts(4, 9, 6, 2, 8)
+    kw: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.3}
+    whole = {r.index: t for r, t in llama.stream(_asked(texts, range(5)), batch=2, **kw)}
+    some = {r.index: t for r, t in llama.stream(_asked(texts, (4, 1)), batch=5, **kw)}
+    assert some == {i: whole[i] for i in (1, 4)}
+
+
+def _asked(texts: list[list[int]], which: Iterable[int]) -> Iterator[Request]:
+    return (Request(texts[i], 7, i) for i in which)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_products_round_the_exact_sum_once(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(s, generator=g).to(dtype) for s in ((5, 70), (9, 70), (9,)))
+    exact = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    with wide.Wide():
+        ours = torch.nn.functional.linear(x, weight, bias)
+    assert ours.dtype is dtype
+    # One unit in the last place where the fp32 sum falls on the other side of a rounding edge.
+    close(ours.float(), exact.float(), torch.finfo(dtype).eps)
+    assert (ours != exact).float().mean() < 0.05
+
+
+def test_only_a_cpu_without_units_multiplies_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert wide.native(torch.float32, cpu) and wide.native(torch.bfloat16, torch.device("cuda"))
+    for has in (True, False):
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda has=has: has)
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+        assert wide.native(torch.bfloat16, cpu) is has
+        half = make("llama").model.to(torch.bfloat16)
+        target = Target.from_model(half, name="half")
+        assert target.provenance["multiplication"].value == ("bfloat16" if has else "float32")
+
+
 # Sessions
 
 
@@ -551,6 +619,40 @@ def test_a_saved_target_comes_back(llama: Target, folder: Path) -> None:
     assert half.provenance["dtype"].value == "bfloat16"
     assert "stored as float32" in half.provenance["dtype"].where
     assert half.fingerprint != llama.fingerprint
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_what_is_being_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Target.load(str(folder))
+    assert capsys.readouterr().err == ""  # off a terminal nothing is shown
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    Target.load(str(folder))
+    assert f"reading {folder} 00:00" in terminal.getvalue()
+    with loading._stage("waiting"):
+        time.sleep(1.2)
+    assert "waiting 00:01" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_a_device_map_gives_the_same_target(
+    llama: Target, folder: Path, device_map: str | dict[str, str]
+) -> None:
+    """On a machine without a GPU every map ends on the CPU, through accelerate's hooks."""
+    placed = Target.load(str(folder), device_map=device_map)
+    assert placed.fingerprint == llama.fingerprint
+    assert placed.provenance["placement"].value == {"device_map": device_map, "tp_plan": None}
+    tokens, lengths = padded(prompts(9, 5))
+    ours, plain = (t.forward(tokens, lengths, (0, 2, N)) for t in (placed, llama))
+    assert torch.equal(ours.aux, plain.aux) and torch.equal(ours.last, plain.last)
+    texts = prompts(3, 11, 1)
+    assert placed.generate(texts, max_new_tokens=6) == [own_greedy(llama, t, 6) for t in texts]
 
 
 def test_the_fingerprint_notices_one_weight() -> None:

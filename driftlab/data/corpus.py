@@ -1,7 +1,8 @@
 """Texts that the target writes itself: to learn from (many, sampled) and to measure on.
 
 Texts are content-addressed: the same target, prompts and settings give the same file. They are
-written in chunks, so a kill costs one chunk, and a chunk's draws depend on its own number only.
+written in chunks, so a kill costs the chunks that have rows in the batch (one or two), and a
+chunk's draws depend on its own number only.
 A chunk carries its checksum; a damaged one is written again.
 """
 
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, render
 from driftlab.data.text import Text
 from driftlab.errors import DataError
+from driftlab.models.continuation import Request
 from driftlab.models.target import Target
 from driftlab.results.shards import atomic_file, remove_leftovers
 
@@ -84,7 +86,14 @@ def write_corpus(
     home.mkdir(parents=True, exist_ok=True)
     with _lock(home):
         remove_leftovers(home)
-        return _texts(target, prompts, writing, home, progress)
+        with tqdm(
+            total=writing.min_tokens or len(prompts) * writing.max_new_tokens,
+            desc=progress,
+            unit="token",
+            unit_scale=True,
+            disable=None if progress else True,
+        ) as bar:
+            return _Corpus(target, prompts, writing, home, bar).write()
 
 
 @contextmanager
@@ -95,42 +104,111 @@ def _lock(home: Path) -> Iterator[None]:
         yield
 
 
-def _texts(
-    target: Target, prompts: Sequence[Source], writing: Writing, home: Path, progress: str
-) -> list[Text]:
-    texts: list[Text] = []
-    written = 0
-    total = writing.min_tokens or len(prompts) * writing.max_new_tokens
-    with tqdm(
-        total=total,
-        desc=progress,
-        unit="token",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
-        for number, (round_, chunk) in enumerate(_chunks(prompts, writing.batch)):
-            if round_ and (not writing.min_tokens or written >= writing.min_tokens):
-                break
-            if writing.min_tokens and written >= writing.min_tokens:
-                break
-            if round_ and writing.temperature == 0:
-                raise DataError(
-                    f"greedy continuations of {len(prompts)} prompts hold {written} tokens",
-                    got=f"{writing.min_tokens} asked for",
-                    remedy="Sample (temperature above 0), give more prompts or ask for less.",
-                )
-            path = home / f"{number:05d}.texts"
-            made = _read(path)
-            if made is None:
-                made = _write(target, chunk, writing, number, round_)
-                data = json.dumps([asdict(t) for t in made]).encode()
-                with atomic_file(path) as file:
+@dataclass
+class _Chunk:
+    """Prompts that share a file, and what is known of their texts."""
+
+    number: int
+    round: int
+    prompts: Sequence[Source]
+    path: Path
+    texts: list[Text | None]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of the texts that are complete."""
+        return sum(len(text.continuation) for text in self.texts if text is not None)
+
+
+class _Corpus:
+    """Chunks in order, begun while earlier ones still have rows that run."""
+
+    def __init__(
+        self, target: Target, prompts: Sequence[Source], writing: Writing, home: Path, bar: tqdm
+    ) -> None:
+        self._target, self._prompts, self._writing = target, prompts, writing
+        self._home, self._bar = home, bar
+        self._chunks: list[_Chunk] = []
+        self._at: dict[tuple[int, int], tuple[_Chunk, int]] = {}  # by the request's seed and index
+        self._tokens = 0  # made or read so far, in complete and in running texts
+
+    def write(self) -> list[Text]:
+        """Begin chunks until there is enough, store each when it is complete."""
+        writing, needed = self._writing, None
+        for request, continuation in self._target.stream(
+            self._requests(),
+            max_new_tokens=writing.max_new_tokens,
+            temperature=writing.temperature,
+            batch=writing.batch,
+            on_tokens=self._count,
+        ):
+            chunk, i = self._at.pop((request.seed, request.index))
+            chunk.texts[i] = self._text(chunk, chunk.prompts[i], continuation)
+            if None not in chunk.texts:
+                data = json.dumps([asdict(t) for t in chunk.texts if t is not None]).encode()
+                with atomic_file(chunk.path) as file:
                     file.write(sha256(data).hexdigest().encode() + b"\n" + data)
-            texts += made
-            new = sum(len(t.continuation) for t in made)
-            written += new
-            bar.update(min(new, max(0, total - bar.n)))
-    return texts
+                if (needed := self._enough()) is not None:
+                    break  # what was begun beyond is not needed
+        needed = self._enough() if needed is None else needed
+        if needed is None:
+            written = sum(chunk.tokens for chunk in self._chunks)
+            raise DataError(
+                f"greedy continuations of {len(self._prompts)} prompts hold {written} tokens",
+                got=f"{writing.min_tokens} asked for",
+                remedy="Sample (temperature above 0), give more prompts or ask for less.",
+            )
+        texts = [text for chunk in self._chunks[:needed] for text in chunk.texts]
+        return [text for text in texts if text is not None]
+
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._bar.update(min(tokens, max(0, self._bar.total - self._bar.n)))
+
+    def _requests(self) -> Iterator[Request]:
+        """Prompts of the chunks that are not stored, taken when a row of the batch is free."""
+        writing = self._writing
+        for number, (round_, prompts) in enumerate(_chunks(self._prompts, writing.batch)):
+            # Rows that still run can only add to what is counted.
+            if self._tokens >= writing.min_tokens if writing.min_tokens else round_:
+                return
+            if round_ and writing.temperature == 0:
+                return  # it would repeat itself
+            path = self._home / f"{number:05d}.texts"
+            stored = _read(path)
+            chunk = _Chunk(number, round_, prompts, path, [None] * len(prompts))
+            self._chunks.append(chunk)
+            if stored is not None:
+                chunk.texts[:] = stored
+                self._count(chunk.tokens)
+                continue
+            seed = writing.seed * 1_000_003 + number
+            for i, prompt in enumerate(prompts):
+                self._at[seed, i] = chunk, i
+                yield Request(prompt.tokens, seed, i)
+
+    def _enough(self) -> int | None:
+        """How many chunks are taken, or None while one of these is missing or more are needed."""
+        least, written = self._writing.min_tokens, 0
+        for n, chunk in enumerate(self._chunks, start=1):
+            if None in chunk.texts:
+                return None
+            written += chunk.tokens
+            if least and written >= least:
+                return n
+        whole = sum(len(chunk.prompts) for chunk in self._chunks) == len(self._prompts)
+        return len(self._chunks) if not least and whole else None
+
+    def _text(self, chunk: _Chunk, prompt: Source, continuation: Sequence[int]) -> Text:
+        return Text.of(
+            prompt.id if not chunk.round else f"{prompt.id}~{chunk.round + 1}",
+            prompt.category,
+            prompt.tokens,
+            continuation,
+            kind="greedy" if self._writing.temperature == 0 else "sampled",
+            temperature=self._writing.temperature,
+            origin=self._target.name,
+        )
 
 
 def read_given(
@@ -202,30 +280,6 @@ def _chunks(prompts: Sequence[Source], size: int) -> Iterator[tuple[int, Sequenc
         for start in range(0, len(order), size):
             yield round_, order[start : start + size]
         round_ += 1
-
-
-def _write(
-    target: Target, chunk: Sequence[Source], writing: Writing, number: int, round_: int
-) -> list[Text]:
-    made = target.generate(
-        [list(p.tokens) for p in chunk],
-        max_new_tokens=writing.max_new_tokens,
-        temperature=writing.temperature,
-        seed=writing.seed * 1_000_003 + number,
-        batch=writing.batch,
-    )
-    return [
-        Text.of(
-            p.id if not round_ else f"{p.id}~{round_ + 1}",
-            p.category,
-            p.tokens,
-            continuation,
-            kind="greedy" if writing.temperature == 0 else "sampled",
-            temperature=writing.temperature,
-            origin=target.name,
-        )
-        for p, continuation in zip(chunk, made, strict=True)
-    ]
 
 
 def _read(path: Path) -> list[Text] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -82,7 +83,7 @@ def load_model(
         _check_memory(n_bytes, source)
 
     placement = {"device_map": device_map, "tp_plan": tp_plan}
-    with _quiet(), _as_checkpoint_error(source):
+    with _stage(f"reading {source}"), _quiet(), _as_checkpoint_error(source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=DTYPES[dtype],
@@ -98,7 +99,8 @@ def load_model(
         model = model.to(device)
     tokenizer = None
     if has_tokenizer:
-        with _quiet(), _as_checkpoint_error(f"tokenizer of {source}"):
+        what = f"tokenizer of {source}"
+        with _stage(f"reading {what}"), _quiet(), _as_checkpoint_error(what):
             tokenizer = AutoTokenizer.from_pretrained(name, **read, **file)
 
     stored = getattr(model.config, "quantization_config", None)
@@ -113,6 +115,11 @@ def load_model(
             where="checkpoint" if getattr(model.config, "_commit_hash", None) else "argument",
         ),
         "trust_remote_code": Sourced(value=trust_remote_code, origin=Origin.read, where="argument"),
+        "placement": Sourced(
+            value={"device_map": device_map, "tp_plan": tp_plan},
+            origin=Origin.read,
+            where="argument",
+        ),
         "quantization": Sourced(value=quantization, origin=Origin.read, where="checkpoint"),
         "dtype": Sourced(
             value=dtype,
@@ -234,11 +241,32 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def _stage(name: str) -> Iterator[None]:
+    """A line on the terminal that counts the seconds of a stage.
+
+    The parsing of a GGUF file takes a minute and tells nobody how far it is.
+    """
+    with tqdm(desc=name, bar_format="{desc} {elapsed}", leave=False, disable=None) as bar:
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(0.5):
+                bar.refresh()
+
+        ticker = threading.Thread(target=tick, daemon=True)
+        if not bar.disable:
+            ticker.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if not bar.disable:
+                ticker.join()
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """No third-party progress bar off a terminal."""
-    if sys.stderr.isatty():
-        yield
-        return
+    """No bars of third parties: they show some stages and hide the long ones."""
     bars, gguf = transformers.utils.logging, modeling_gguf_pytorch_utils
     shown, gguf_bar = bars.is_progress_bar_enabled(), gguf.tqdm
     bars.disable_progress_bar()

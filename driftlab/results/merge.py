@@ -30,6 +30,7 @@ def identity(experiment: Experiment) -> dict[str, Any]:
             "train": {"checkpoint_every"},
             "measure": {"bootstrap"},
             "applied": {"drafters"},
+            "target": {"device_map", "tp_plan"},
         },
     )
     off: dict[tuple[str, str], Any] = {("train", "alignment"): 0.0, ("train", "align_layer"): None}
