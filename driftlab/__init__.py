@@ -1,8 +1,8 @@
 """driftlab: why drafted tokens stop being accepted as a speculative decoder drafts deeper.
 
 ``open(target, drafter)`` gives a laboratory for a pair of models, ``load_run(path)`` the tables
-and figures of a stored run. Importing driftlab loads no model library; the first call of
-``open`` does, ``load_run`` never.
+and figures of a stored run, ``compare(run, other)`` what differs between two. Importing driftlab
+loads no model library; the first call of ``open`` does, the others never.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from driftlab.lab import open as open
+    from driftlab.results.compare import Comparison, Source
     from driftlab.results.records import RunDirectory
+    from driftlab.results.served import ServedComparison
 
     __version__: str
 
-__all__ = ["__version__", "load_run", "open"]
+__all__ = ["__version__", "compare", "load_run", "open"]
 
 
 def load_run(path: str | Path) -> RunDirectory:
@@ -28,6 +30,29 @@ def load_run(path: str | Path) -> RunDirectory:
     from driftlab.results.records import RunDirectory
 
     return RunDirectory.open(path)
+
+
+def compare(
+    run: Source, other: Source, *, kind: str | None = None, depth: int | None = None
+) -> Comparison | ServedComparison:
+    """Two runs (or ``RUN:CELL``) paired; or a run beside a file that a serving engine wrote.
+
+    See :func:`driftlab.results.compare.compare` and
+    :func:`driftlab.results.served.compare_served` for ``kind``, ``depth`` and the errors.
+    """
+    from pathlib import Path
+
+    if isinstance(other, str | Path) and Path(other).is_file():
+        from driftlab.results.served import compare_served
+
+        return compare_served(run, other, kind=kind, depth=depth)
+    if depth is not None:
+        from driftlab.errors import ConfigError
+
+        raise ConfigError("depth belongs to an engine's file", remedy="Leave it away.")
+    from driftlab.results.compare import compare as paired
+
+    return paired(run, other, kind=kind)
 
 
 def __getattr__(name: str) -> Any:

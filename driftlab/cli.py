@@ -318,26 +318,9 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two runs, paired by prompt and seed; or a run with what an engine counted."""
-    from driftlab.results.compare import compare as paired
-    from driftlab.results.served import compare_served
+    import driftlab
 
-    if Path(other).is_file():
-        typer.echo(str(compare_served(run, other, kind=text, depth=depth)))
-        return
-    if depth is not None:
-        raise ConfigError("--depth belongs to an engine's file", remedy="Leave it away.")
-    typer.echo(str(paired(run, other, kind=text)))
-
-
-@app.command()
-def merge(
-    runs: Annotated[list[Path], typer.Argument(help="Runs that differ in seeds or variants.")],
-    out: Annotated[Path, typer.Option(help="Folder of the one run that they become.")],
-) -> None:
-    """Make one run of several that differ only in seeds and variants."""
-    from driftlab.results.merge import merge as joined
-
-    _finish(joined(runs, out))
+    typer.echo(str(driftlab.compare(run, other, kind=text, depth=depth)))
 
 
 @app.command()

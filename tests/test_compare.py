@@ -358,3 +358,25 @@ def test_drafts_of_a_round_must_be_known_and_measured(
         compare_served(pre, deep)
     with pytest.raises(RunError, match="several variants"):
         compare_served(both, deep)
+
+
+def test_one_door_for_both(
+    pre: RunDirectory, post: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import driftlab
+    from driftlab.cli import main
+
+    served = wrote(tmp_path, page(40, [20, 10]))
+    assert isinstance(driftlab.compare(pre, post), Comparison)
+    assert "rounds" in str(driftlab.compare(pre.path, served))
+    for other in (str(post.path), str(served)):
+        with pytest.raises(SystemExit) as done:
+            main(["compare", str(pre.path), other])
+        assert done.value.code == 0
+    said = capsys.readouterr().out
+    assert "p corrected for" in said
+    assert "num_accepted_tokens_per_pos / num_drafts" in said
+    with pytest.raises(SystemExit) as failed:
+        main(["compare", str(pre.path), str(post.path), "--depth", "3"])
+    assert failed.value.code == 2
+    assert "depth belongs to an engine's file" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,7 +36,14 @@ ACCURACY_DEPTHS = (1, 2, 4, 8, 16)
 PAPER_DEPTH = 8
 """Growth is from depth 1 to this depth, as in arXiv 2605.09992."""
 
-Source = RunDirectory | Tables | str | Path
+
+class Measured(Protocol):
+    """A run in memory, as the laboratory's ``probe`` gives it."""
+
+    def tables(self) -> Tables: ...
+
+
+Source = RunDirectory | Measured | Tables | str | Path
 
 
 # --- what is compared -------------------------------------------------------------------------
@@ -182,6 +189,9 @@ def _open(source: Source) -> _Run:
         return _Run(str(source.manifest.get("name", "run")), source, None, None)
     if isinstance(source, RunDirectory):
         return _Run(str(source.path), source.tables(), None, source)
+    if not isinstance(source, str | Path):
+        tables = source.tables()
+        return _Run(str(tables.manifest.get("name", "run")), tables, None, None)
     path, cell = split_cell(str(source))
     run = RunDirectory.open(path)
     return _Run(str(path), run.tables(), cell, run)
@@ -324,11 +334,21 @@ def _refuse_unlike(runs: Sequence[_Run], kind: TextKind) -> None:
 
     targets = [_setting(t, "inputs", "target") for t in (a, b)]
     if targets[0] != targets[1]:
-        differ("target", _target_name(a), _target_name(b), "Acceptance is that of a pair: measure both on one target.")
+        differ(
+            "target",
+            _target_name(a),
+            _target_name(b),
+            "Acceptance is that of a pair: measure both on one target.",
+        )
     for name, text in _MEASURE.items():
         values = [_setting(t, "config", "measure", name) for t in (a, b)]
         if values[0] != values[1]:
-            differ(text, values[0], values[1], f"Measure one of them again with measure.{name} of the other.")
+            differ(
+                text,
+                values[0],
+                values[1],
+                f"Measure one of them again with measure.{name} of the other.",
+            )
     if not faults:
         _texts(runs, kind, differ)
     if faults:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from driftlab.errors import RunError
-from driftlab.results.compare import Side, aligned, one_side
-from driftlab.results.records import RunDirectory, Tables
+from driftlab.results.compare import Side, Source, aligned, one_side
+from driftlab.results.records import RunDirectory
 from driftlab.results.slices import TextKind, take
 from driftlab.results.stats import Estimate, Sample, estimate, with_note
 
@@ -283,7 +283,7 @@ AGREES = "agree"
 
 
 def compare_served(
-    run: RunDirectory | Tables | str | Path,
+    run: Source,
     served: Served | str | Path,
     *,
     kind: TextKind | str | None = None,
