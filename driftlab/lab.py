@@ -29,6 +29,7 @@ from driftlab.analysis import attribution
 from driftlab.analysis.interventions import Intervention, apply
 from driftlab.config import (
     DrafterConfig,
+    ExplainSpec,
     MeasureSpec,
     Origin,
     Provenance,
@@ -42,6 +43,7 @@ from driftlab.data.grammar import VOCABULARY, WordTokenizer
 from driftlab.data.prompts import Prompt, Rendering, load_prompts
 from driftlab.data.text import Text
 from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
+from driftlab.engines.explain import explain_features
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.errors import ConfigError, DataError
 from driftlab.experiment.texts import (
@@ -56,6 +58,7 @@ from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Captured, HookFn, attach, capture, points
 from driftlab.models.target import Target
+from driftlab.results.explanations import Explained
 from driftlab.results.figures import Plots
 from driftlab.results.records import RunDirectory, Tables, _to_pandas
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMAS
@@ -438,6 +441,54 @@ class Lab:
             "versions": {n: version(n) for n in ("driftlab", "torch", "transformers")},
         }
         return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)
+
+    def explain(
+        self,
+        prompts: Prompts,
+        *,
+        spec: ExplainSpec = ExplainSpec(),
+        temperature: float = 1.0,
+        max_new_tokens: int = 64,
+        limit: int | None = None,
+        seed: int = 0,
+        batch: int = 16,
+        rendering: Rendering = RENDERING,
+    ) -> Explained:
+        """What the drafter's tokens owe to layers, inputs, states and keys (docs/explain.md).
+
+        On the target's own continuations of ``prompts``; looping ones are left out. ``.answers()``
+        says it in sentences, ``.table`` holds the rows, and
+        ``driftlab.results.explain_figures.EXPLAIN_FIGURES`` draws them. Interventions in force
+        act here as well. See :meth:`probe` for the parameters.
+
+        Raises DataError when no text has ``spec.depth`` tokens after a first generated one.
+        """
+        features = self.states(
+            prompts,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+            seed=seed,
+            batch=batch,
+            rendering=rendering,
+        )
+        condition = self.condition
+        if rendering != RENDERING:
+            condition = " + ".join(filter(None, (f"rendering {rendering.name}", condition)))
+        cell = self.variant + (f"/{condition}" if condition else "")
+        found, left_out = explain_features(self.drafter, features, spec)
+        tables = [
+            make_table(
+                "explained",
+                {"cell": cell, "prompt": text.prompt_id, **columns},
+                f"cell {cell}, prompt {text.prompt_id}",
+            )
+            for text, columns in found
+        ]
+        cells = make_table("cells", self._cell(cell, condition, features), cell)
+        return Explained.build(
+            pa.concat_tables(tables), _to_pandas(cells, False), {}, left_out=left_out
+        )
 
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
         room = self.target.max_position - new

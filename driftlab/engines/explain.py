@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -387,13 +387,17 @@ def _looping(features: Features, rows: Iterable[int]) -> int:
     return 0 if set(loops) & set(rows) else len(loops)
 
 
-def columns_by_text(
+def explain_features(
     drafter: Drafter, features: Features, spec: ExplainSpec
-) -> Iterator[tuple[Text, Columns]]:
-    """Every text of ``features`` that is long enough, with its rows."""
-    with tqdm(total=len(features.texts), desc="explain", unit="text", disable=None) as bar:
-        for i, text in enumerate(features.texts):
-            (columns,) = explain(drafter, [text], [features.item(i)], spec)
-            bar.update(1)
-            if columns:
-                yield text, columns
+) -> tuple[list[tuple[Text, Columns]], int]:
+    """The texts of ``features`` with their rows, and how many were left out because they loop.
+
+    Raises DataError when no text is long enough.
+    """
+    rows = _chosen(features, spec, None)
+    found = []
+    for i in tqdm(rows, desc="explain", unit="text", disable=None):
+        text = features.texts[i]
+        (columns,) = explain(drafter, [text], [features.item(i)], spec)
+        found.append((text, columns))
+    return found, _looping(features, rows)

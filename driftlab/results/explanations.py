@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -331,11 +331,10 @@ def answers(found: Explained) -> list[Answer]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A disagreement that may be shown; ``p`` before correction."""
+    """A disagreement that may be told; ``p`` before correction."""
 
     key: str  # of the candidates with one key, the strongest is told
-    sentence: str
-    estimates: Mapping[str, Estimate]
+    tell: Callable[[], tuple[str, dict[str, Estimate]]]
     p: float
     size: float
     differs: bool
@@ -361,7 +360,7 @@ def _disagreements(found: Explained) -> list[Answer]:
             if held is None or c.size > held[0].size:
                 shown[c.key] = c, p
     out = [
-        Answer(question, c.sentence, c.estimates, found.basis, {"disagreement": p})
+        Answer(question, *c.tell(), found.basis, {"disagreement": p})
         for c, p in sorted(shown.values(), key=lambda pair: -pair[0].size)
     ]
     out += _idle(found, question)
@@ -383,8 +382,8 @@ def _has(found: Explained, group: Group, measure: str, part: str, depth: int) ->
 
 
 _WORDS = {
-    "mass": ("holds more attention than", "hiding it costs the target's token less", "nats"),
-    "share": ("is a larger part of the fused input than", "it is worth less", "nats"),
+    "mass": ("holds more attention than", "hiding it costs the target's token less"),
+    "share": ("is a larger part of the fused input than", "it is worth less"),
 }
 _MORALS = {"mass": "mass is not effect", "share": "size is not worth"}
 
@@ -404,23 +403,24 @@ def _reversals(
             one, other = other, one
             more = found.difference(group, (seen, one), (seen, other), depth)
         less = found.difference(group, (worth, one), (worth, other), depth)
-        a, b = (found.estimate(group, seen, part, depth) for part in (one, other))
-        c, d = (found.estimate(group, worth, part, depth) for part in (one, other))
-        verb, yet, unit = _WORDS[seen]
-        sentence = (
-            f"{group.label}, depth {depth}: {parts[one]} {verb} {parts[other]} ({a.short} against "
-            f"{b.short}), yet {yet} ({c.short} against {d.short} {unit}; paired difference "
-            f"{less.short}): {_MORALS[seen]}."
-        )
-        numbers = {seen: a, f"{seen} of the other": b, worth: c, f"{worth} of the other": d}
-        yield _Candidate(
-            f"{group.label} {depth} {seen}",
-            sentence,
-            {**numbers, "more": more, "less": less},
-            max(more.p, less.p),
-            -less.value,
-            more.differs and less.differs and less.value < 0,
-        )
+
+        def tell(
+            one: str = one, other: str = other, more: Estimate = more, less: Estimate = less
+        ) -> tuple[str, dict[str, Estimate]]:
+            a, b = (found.estimate(group, seen, part, depth) for part in (one, other))
+            c, d = (found.estimate(group, worth, part, depth) for part in (one, other))
+            verb, yet = _WORDS[seen]
+            sentence = (
+                f"{group.label}, depth {depth}: {parts[one]} {verb} {parts[other]} ({a.short} "
+                f"against {b.short}), yet {yet} ({c.short} against {d.short} nats; paired "
+                f"difference {less.short}): {_MORALS[seen]}."
+            )
+            numbers = {seen: a, f"{seen} of the other": b, worth: c, f"{worth} of the other": d}
+            return sentence, {**numbers, "more": more, "less": less}
+
+        shows = more.differs and less.differs and less.value < 0
+        key = f"{group.label} {depth} {seen}"
+        yield _Candidate(key, tell, max(more.p, less.p), -less.value, shows)
 
 
 def _harmful(found: Explained, group: Group, depth: int, region: str) -> Iterator[_Candidate]:
@@ -428,20 +428,18 @@ def _harmful(found: Explained, group: Group, depth: int, region: str) -> Iterato
     sample = found.sample(group, "effect", region, depth)
     nothing = Sample(np.where(np.isfinite(sample.values), 0.0, np.nan))
     effect = estimate([sample, nothing], [1, -1], resamples=found.resamples)
-    mass = found.estimate(group, "mass", region, depth)
-    sentence = (
-        f"{group.label}, depth {depth}: {REGION_NAMES[region]} holds {mass.short} of the "
-        f"attention, and hiding it makes the target's token likelier: its effect is "
-        f"{effect.short} nats."
-    )
-    yield _Candidate(
-        f"{group.label} {depth} {region}",
-        sentence,
-        {"mass": mass, "effect": effect},
-        effect.p,
-        -effect.value,
-        effect.differs and effect.value < 0,
-    )
+
+    def tell() -> tuple[str, dict[str, Estimate]]:
+        mass = found.estimate(group, "mass", region, depth)
+        sentence = (
+            f"{group.label}, depth {depth}: {REGION_NAMES[region]} holds {mass.short} of the "
+            f"attention, and hiding it makes the target's token likelier: its effect is "
+            f"{effect.short} nats."
+        )
+        return sentence, {"mass": mass, "effect": effect}
+
+    shows = effect.differs and effect.value < 0
+    yield _Candidate(f"{group.label} {depth} {region}", tell, effect.p, -effect.value, shows)
 
 
 def _idle(found: Explained, question: str) -> list[Answer]:
