@@ -250,6 +250,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "prompts": ("prompt", "text"),
     "cells": ("cell",),
     "explained": ("cell", "prompt", "text", "depth", "measure", "part"),
+    "texts": ("condition", "prompt", "text"),
+    "agreement": ("cell", "prompt", "text", "layer"),
+    "shift": ("cell", "prompt", "text", "place"),
 }
 """Columns that name a row; tables are sorted by them and hold each combination once."""
 
