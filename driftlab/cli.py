@@ -56,6 +56,12 @@ def ablate(
     base: Annotated[
         str | None, typer.Option(help="Run it on another target: micro, smollm2, or a file.")
     ] = None,
+    redo: Annotated[
+        Path | None, typer.Option("--from", help="Run again what this manifest.json describes.")
+    ] = None,
+    other_code: Annotated[
+        bool, typer.Option(help="With --from: also when other code made it.")
+    ] = False,
     out: Out = None,
     settings: Settings = None,
     strict: Strict = False,
@@ -73,6 +79,14 @@ def ablate(
     from driftlab.config import read_experiment
 
     overrides = tuple(settings or ())
+    if redo is not None:
+        if (experiment, suite, base) != (None, None, None):
+            raise ConfigError(
+                "--from names the experiment",
+                remedy="Leave file, --suite and --base away; --set may change settings.",
+            )
+        _redo(redo, overrides, out, other_code=other_code, strict=strict, command=context.obj)
+        return
     spec = (
         _suite(suite or "micro", overrides)
         if experiment is None
@@ -390,10 +404,35 @@ def _run(
     _finish(run_experiment(spec, out, strict=strict, command=command, ray=ray))
 
 
+def _redo(
+    manifest: Path,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    *,
+    other_code: bool,
+    strict: bool,
+    command: str,
+) -> None:
+    from driftlab.experiment import code_in_use
+    from driftlab.experiment.redo import experiment_of, verdict
+
+    spec, stored, apart = experiment_of(
+        manifest, *code_in_use(), other_code=other_code, overrides=overrides
+    )
+    for difference in apart:
+        typer.echo(f"other code: {difference}")
+    out = out or Path("runs") / f"{spec.name}-again"
+    _run(spec, out, strict=strict, command=command)
+    from driftlab.results.records import RunDirectory
+
+    typer.echo(f"against {manifest}: {verdict(stored, RunDirectory.open(out))}")
+
+
 def _finish(run: RunDirectory) -> None:
     """Draw, report, and print the answers with the paths of what was written."""
     from driftlab.results.answers import answers, summary_table
     from driftlab.results.figures import save_figures
+    from driftlab.results.precision import precision_note
     from driftlab.results.report import write_report
 
     tables = run.tables()
@@ -402,6 +441,8 @@ def _finish(run: RunDirectory) -> None:
     assumed = run.manifest.get("assumed") or {}
     for name, source in assumed.items():
         typer.echo(f"assumed: {name} = {source['value']} ({source['where']})")
+    if said := precision_note(run.manifest.get("precision")):
+        typer.echo(f"precision: {said}")
     typer.echo("")
     typer.echo(_table(summary_table(tables)))
     typer.echo("")

@@ -32,8 +32,12 @@ YARN = {"factor": 32.0, "original_max_position_embeddings": 2048}
 
 
 def row(pair: str, planted: str, found: doctor.Diagnosis, cure: dict[str, Any] | None) -> str:
-    """One line. ``cure`` is the patch that undoes the fault, None for a clean pair."""
+    """One line. ``cure`` is the patch that undoes the fault, None for a clean pair.
+
+    A fault whose cure was tried and saves nothing is one that these weights cannot tell.
+    """
     winner = found.winner
+    tried = next((c for c in found.candidates if cure is not None and c.patch == cure), None)
     if winner is None:
         best = max(found.candidates, key=lambda c: c.margin.value)
         named, margin, gained = f"nothing (best: {best.name})", best.margin.short, ""
@@ -41,7 +45,8 @@ def row(pair: str, planted: str, found: doctor.Diagnosis, cure: dict[str, Any] |
         named = ", ".join(f"{k} = {v}" for k, v in winner.patch.items())
         margin, gained = winner.margin.short, winner.accepted.short
     right = winner is None if cure is None else winner is not None and winner.patch == cure
-    mark = "" if right else " **missed**"
+    faint = tried is not None and tried.outcome is doctor.Outcome.no_better
+    mark = "" if right else " **cannot tell**" if faint and winner is None else " **missed**"
     return f"| {pair} | {planted} | {found.verdict}{mark} | {named} | {margin} | {gained} |"
 
 

@@ -110,6 +110,8 @@ class Diagnosis:
 def _page(d: Diagnosis) -> Iterable[str]:
     read = "" if d.profile is Profile.trained else f", as {d.profile} computes it"
     yield f"driftlab doctor: {d.verdict.upper()}"
+    yield from _wrap(_meaning(d), "  ")
+    yield ""
     yield from _wrap(
         f"target {d.target}, drafter {d.drafter}{read}; {d.tokens} tokens in "
         f"{d.texts} texts that the target sampled",
@@ -138,16 +140,42 @@ def _page(d: Diagnosis) -> Iterable[str]:
         yield from (line for note in d.notes for line in _wrap(note, "  - ", "    "))
 
 
+def _meaning(d: Diagnosis) -> str:
+    """The verdict in words, and what to do."""
+    if d.verdict is Verdict.clean:
+        return (
+            "The drafter is computed as its weights were trained, as far as this text can tell. "
+            "Nothing to do; see Runtimes for who serves it so."
+        )
+    if d.verdict is Verdict.doubtful:
+        return (
+            "This text cannot settle how the drafter was trained. Ask for more of it "
+            f"(--tokens {max(4 * d.tokens // 1000, 1) * 1000}); until then state the doubtful "
+            "fields beside any number."
+        )
+    if d.winner is None:
+        return "A check failed (FAIL below): numbers of this pair mean nothing until it is mended."
+    if d.profile is not Profile.trained:
+        return f"{d.profile} computes another drafter than was trained: it accepts less for that."
+    return (
+        "The weights were trained under another reading than the file's. --fix FOLDER writes a "
+        "copy with the better one; the file itself stays as it is."
+    )
+
+
 def _readings(d: Diagnosis, own: Score) -> Iterable[str]:
-    yield f"Readings, depths 1-{DEPTH}"
+    yield f"Readings: the same weights under every reading of the file, depths 1-{DEPTH}"
     yield from _wrap(
-        f"acceptance of free chains | cross entropy of forced chains, nats | margin: nats a token "
-        f"saved [95% interval over texts], at least {d.minimum} to win",
+        "accepted: share of chains whose drafts up to each depth are all right. cross entropy: of "
+        "chains that read the true tokens, nats, lower is better. saved: nats a token against "
+        f"the file's reading [95% interval over texts]; {d.minimum} or more is better",
         "  ",
     )
     first = [c for c in d.candidates if c.against == FILE]
     later = [c for c in d.candidates if c.against != FILE]
     wide = max([len(FILE), *(len(c.name) for c in first)])
+    columns = len(_joined(own.acceptance))
+    yield f"  {'':<{wide}}  {'accepted':<{columns}} | {'cross entropy':<{columns}}  saved"
     yield f"  {FILE:<{wide}}  {numbers(own)}"
     for c in sorted(first, key=lambda c: -c.margin.value):
         yield f"  {c.name:<{wide}}  {numbers(c.score)}  {c.margin.short} {c.outcome}"
@@ -172,7 +200,7 @@ def _joined(values: Sequence[float]) -> str:
 
 
 def _runtimes(runtimes: Sequence[Runtime]) -> Iterable[str]:
-    yield "Runtimes: does it serve the file as trained, and the acceptance that it would show"
+    yield "Runtimes: do they compute what the weights were trained for, and what would they accept"
     for r in runtimes:
         word = "refuses" if r.refused else "yes" if r.as_trained else "no"
         shown = ""
