@@ -109,6 +109,7 @@ def contents(run: Path) -> dict[str, Any]:
     """Bytes of every table, and the rows of ``cells`` without their wall times."""
     found: dict[str, Any] = {n: (run / f"{n}.parquet").read_bytes() for n in TABLES}
     cells = pd.read_parquet(run / "cells.parquet").drop(columns="train_seconds")
+    cells = cells.astype(object).where(cells.notna(), None)  # NaN equals nothing
     return {**found, "cells": cells.to_dict("records")}
 
 

@@ -21,7 +21,7 @@ from driftlab.analysis.interventions import apply, from_settings
 from driftlab.analysis.recorder import Columns
 from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
 from driftlab.data.features import Features, FeatureStore
-from driftlab.engines.align import Rows, agreement
+from driftlab.engines.align import Alignment, Rows, agreement
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.engines.train import initialise, train
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError
@@ -151,6 +151,7 @@ def _trained(
         spec,
         seed=learning.seed,
         checkpoint=job.training,
+        alignment=None if learning.rows is None else Alignment(learning.rows, spec.alignment),
         on_step=on_step,
     )
     facts = {

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from driftlab.config import DrafterConfig, TrainSpec
 from driftlab.data.features import Batch, Features
+from driftlab.engines.align import Alignment
 from driftlab.engines.anchors import unroll
 from driftlab.errors import CheckpointError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
@@ -144,12 +146,13 @@ def train(
     *,
     seed: int,
     checkpoint: Path | None = None,
+    alignment: Alignment | None = None,
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> TrainResult:
     """Train ``drafter`` in place for ``spec.steps`` steps.
 
     AdamW (betas .9, .95), cosine schedule after a linear warm-up, gradients clipped to
-    ``spec.clip``. With ``checkpoint`` the state is saved there every
+    ``spec.clip``. ``alignment`` adds a loss on the drafter's attention. With ``checkpoint`` the state is saved there every
     ``spec.checkpoint_every`` steps, and a later call with the same arguments goes on from
     it to the same weights that an undisturbed run gives. ``on_step`` is told how many steps
     were done.
@@ -183,7 +186,8 @@ def train(
             break
         targets = soft_targets(teacher, batch.last, drafter.draft_to_target)
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            loss, counted = ttt_loss(drafter, batch, targets, spec)
+            plain = partial(ttt_loss, drafter, batch, targets, spec)
+            loss, counted = plain() if alignment is None else alignment.add(plain, drafter, batch)
         if counted:
             if not torch.isfinite(loss):
                 raise NumericsError(

@@ -1,0 +1,269 @@
+"""Conditions on trained drafters: labelled, paired, resumed; each changes what it names only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import small
+
+from driftlab.analysis.interventions import noise
+from driftlab.engines import cell
+from driftlab.errors import ConfigError, RunError
+from driftlab.experiment import run_experiment
+from driftlab.results.merge import merge
+from driftlab.results.quantities import conditional_by_depth, shares_of_own_length
+from driftlab.results.records import RunDirectory
+from driftlab.results.registered import registered
+
+CONDITIONS = """applied.conditions=[
+ {name = "noisy", interventions = [{kind = "noise", alpha = 0.5}]},
+ {name = "swapped", variants = ["none+pre_norm"],
+  interventions = [{kind = "swap_norm", feedback = "post_norm"}]},
+ {name = "bare", template = "never", bos = "never"},
+ {name = "long", context = {tokens = 40}, interventions = [{kind = "window", size = 16}]},
+ {name = "cool", temperature = 0.5},
+ {name = "int4", quantize = "int4"},
+ {name = "int4 own", quantize = "int4", writes = true}]""".replace("\n", "")
+ANALYSIS = """analysis={primary = {measure = "accepted drafts", factor = "condition",
+ levels = ["", "noisy"]}, family = [{measure = "forced accuracy", depth = 4,
+ factor = "feedback", levels = ["pre_norm", "post_norm"]}]}""".replace("\n", "")
+NAMES = ("noisy", "swapped", "bare", "long", "cool", "int4", "int4 own")
+
+
+@pytest.fixture(autouse=True)
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with small.shrunk() as patch:
+        yield patch
+
+
+@cache
+def applied() -> Path:
+    """Conditions on the drafters of the shared small run, and agreement with the target."""
+    with small.shrunk():
+        out = small.home() / "applied"
+        run_experiment(spec(), out, quiet=True)
+    return out
+
+
+def spec(*settings: str):
+    drafters = f"applied.drafters={json.dumps(str(small.home() / 'done'))}"
+    return small.spec(
+        *(drafters, 'applied.text="sampled"', CONDITIONS, ANALYSIS, "measure.agreement=true"),
+        *settings,
+    )
+
+
+def steps(condition: str, variant: str = "none+pre_norm") -> pd.DataFrame:
+    run = RunDirectory.open(applied())
+    name = f"{variant}/s0" + (f"/{condition}" if condition else "")
+    return run.steps[run.steps["cell"] == name].reset_index(drop=True)
+
+
+def test_every_cell_says_what_it_is() -> None:
+    cells = RunDirectory.open(applied()).cells.set_index("cell")
+    assert set(cells["status"]) == {"done"}
+    assert set(cells["condition"]) == {"", *NAMES}
+    assert set(cells.loc[cells["condition"] == "", "axis"]) == {"trained"}
+    assert set(cells.loc[cells["condition"] != "", "axis"]) == {"applied"}
+    assert len(cells) == 2 + 2 * len(NAMES) - 1, "one condition is for one variant"
+    assert (cells["train_steps"] == 4).all()
+
+
+def test_the_unchanged_drafter_is_the_trained_one() -> None:
+    there = RunDirectory.open(small.home() / "done").steps
+    mine = there[(there["cell"] == small.CELLS[0]) & (there["text"] == "sampled")]
+    pd.testing.assert_frame_equal(steps(""), mine.reset_index(drop=True))
+
+
+def test_an_intervention_reads_the_same_text() -> None:
+    plain, noisy = steps(""), steps("noisy")
+    pd.testing.assert_series_equal(plain["truth"], noisy["truth"])
+    assert not np.allclose(plain["logprob"], noisy["logprob"], atol=1e-3)
+
+
+def test_a_changed_prompt_has_texts_of_its_own() -> None:
+    run = RunDirectory.open(applied())
+    texts = run.table("texts").set_index(["condition", "prompt"])
+    assert set(texts.index.unique("condition")) == {"bare", "long", "cool", "int4 own"}
+    plain = run.prompts.set_index("prompt")
+    for prompt in plain.index:
+        assert texts.loc[("bare", prompt), "n_prompt"] == plain.loc[prompt, "n_prompt"] - 1
+        assert texts.loc[("long", prompt), "n_prompt"] == plain.loc[prompt, "n_prompt"] + 40
+    assert not texts.loc["bare", "bos"].any() and texts.loc["long", "bos"].all()
+    assert texts.loc["cool", "temperature"].tolist() == pytest.approx([0.5] * 3)
+    assert set(run.prompts["text"]) == {"sampled"}
+
+
+def test_a_window_moves_the_mass_to_the_last_keys() -> None:
+    long = steps("long")
+    assert long["recent"].min() > 0.2 and (long["sink"] == 0).all()
+
+
+def test_rounding_is_put_on_the_noise_scale() -> None:
+    run = RunDirectory.open(applied())
+    shift = run.table("shift")
+    assert set(shift["cell"].str.split("/").str[-1]) == {"int4", "int4 own"}
+    assert set(shift["place"]) == {"fuse.in.0", "fuse.in.1", "fuse.in.2", "fuse.out"}
+    first = shift[shift["place"] == "fuse.in.0"]
+    assert (first["alpha"] == 0).all(), "embeddings are not rounded"
+    deep = shift[shift["place"] == "fuse.in.2"]
+    assert deep["alpha"].between(0.01, 1).all()
+    np.testing.assert_allclose(deep["alpha"], deep["rms_error"] / deep["rms"], rtol=0.3)
+    pd.testing.assert_series_equal(steps("")["truth"], steps("int4")["truth"])
+
+
+def test_agreement_lies_in_its_bounds_for_every_layer() -> None:
+    found = RunDirectory.open(applied()).table("agreement")
+    assert set(found["layer"]) == {0, 1} and set(found["cell"]) == set(small.CELLS)
+    assert found["correlation"].between(-1, 1).all()
+    assert found["divergence"].between(0, np.log(2)).all()
+
+
+def test_a_finished_run_is_only_read_again(patch: pytest.MonkeyPatch) -> None:
+    before = small.contents(applied())
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("this was done already")
+
+    patch.setattr(cell, "probe", forbidden)
+    run_experiment(spec(), applied(), quiet=True)
+    assert small.contents(applied()) == before
+
+
+def test_lost_shards_come_back_equal(tmp_path: Path) -> None:
+    out = small.home() / "applied-again"
+    shutil.copytree(applied(), out)
+    for cell_name in ("noisy", "int4_own"):
+        (folder,) = (out / "shards").glob(f"none_pre_norm_s0_{cell_name}-*")
+        sorted(folder.iterdir())[0].unlink()
+    run_experiment(spec(), out, quiet=True)
+    assert small.contents(out) == small.contents(applied())
+    shutil.rmtree(out)
+
+
+def test_other_drafters_are_another_run(tmp_path: Path) -> None:
+    out = small.home() / "applied-other"
+    shutil.copytree(applied(), out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert set(manifest["drafters"]["sha256"]) == set(small.CELLS)
+    manifest["inputs"]["drafters"][small.CELLS[0]] = "0" * 64
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="changed since: drafters"):
+        run_experiment(spec(), out, quiet=True)
+    shutil.rmtree(out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "said"),
+    [
+        (("applied.drafters=nowhere",), RunError, "neither .*nowhere nor nowhere is a run"),
+        (("seeds=[0, 7]",), RunError, "lacks drafters .*seed 7"),
+        (('applied.variants=["concat+pre_norm"]',), RunError, r"lacks drafters .*concat\+pre_norm"),
+        (("target.boundaries=[0, 1, 1]",), RunError, "other boundaries"),
+        (
+            ('applied.conditions=[{name="x", interventions=[{kind="pim"}]}]',),
+            ConfigError,
+            "unknown intervention .*pim",
+        ),
+        (
+            ('applied.conditions=[{name="x", interventions=[{kind="noise", beta=1}]}]',),
+            ConfigError,
+            "noise: unknown or missing .*beta, no alpha",
+        ),
+        (
+            ('applied.conditions=[{name="x", temperature=1, variants=["none+none"]}]',),
+            ConfigError,
+            r"variants that are not measured .*none\+none",
+        ),
+    ],
+)
+def test_a_run_that_cannot_begin_says_why(
+    settings: tuple[str, ...], kind: type[Exception], said: str
+) -> None:
+    out = small.home() / "cannot"
+    with pytest.raises(kind, match=said):
+        run_experiment(spec(*settings), out, quiet=True)
+    assert not out.exists()
+
+
+def test_shares_are_ratios_of_means() -> None:
+    tables = RunDirectory.open(applied()).tables()
+    shares = shares_of_own_length(tables).set_index(["variant", "condition"])
+    assert len(shares) == 2 * len(NAMES) - 1
+    row = shares.loc[("none+pre_norm", "noisy")]
+
+    def drafts(condition: str) -> float:
+        free = steps(condition)
+        free = free[free["mode"] == "free"]
+        return free["accepted"].astype(float).groupby(free["prompt"]).sum().mean()
+
+    rounds = steps("").query("mode == 'free' and depth == 1").groupby("prompt").size()
+    if rounds.nunique() == 1 and row["own"] > 0:
+        assert row["value"] == pytest.approx(drafts("noisy") / drafts(""), rel=1e-6)
+    assert row["value"] == pytest.approx(row["accepted"] / row["own"], rel=1e-6, nan_ok=True)
+    by_depth = conditional_by_depth(tables)
+    assert set(by_depth["depth"]) == {1, 2, 3, 4}
+    assert set(by_depth["condition"]) == {"", *NAMES}
+
+
+def test_registered_comparisons_come_first() -> None:
+    run = RunDirectory.open(applied())
+    first, second = registered(run.tables())
+    assert first.primary and first.contrast.levels == ("", "noisy")
+    assert first.effect.value == pytest.approx(first.after.value - first.before.value)
+    assert not second.primary and second.effect.n == 3
+    assert run.manifest["registered"]["rows"] is False
+
+
+def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:
+    out = small.home() / "own"
+    only = 'applied.conditions=[{name="pinned", interventions=[{kind="pin_norm"}]}]'
+    run = run_experiment(small.spec(only), out, quiet=True)
+    assert sorted(run.cells["cell"]) == sorted(
+        [*small.CELLS, *(f"{name}/pinned" for name in small.CELLS)]
+    )
+    plain = run.steps[run.steps["cell"] == small.CELLS[0]]
+    there = RunDirectory.open(small.home() / "done").steps
+    there = there[there["cell"] == small.CELLS[0]]
+    pd.testing.assert_frame_equal(plain.reset_index(drop=True), there.reset_index(drop=True))
+
+
+# --- merging --------------------------------------------------------------------------------------
+
+
+def test_two_seeds_merged_are_one_run_of_two_seeds() -> None:
+    other = small.home() / "second"
+    run_experiment(small.spec("seeds=[1]"), other, quiet=True)
+    both = small.home() / "both"
+    run_experiment(small.spec("seeds=[0, 1]"), both, quiet=True)
+    merged = small.home() / "micro"  # the experiment's name, so that it is the run of that file
+    merge([small.home() / "done", other], merged)
+    assert small.contents(merged) == small.contents(both)
+    assert small.drafters(merged) == small.drafters(both)
+    again = run_experiment(small.spec("seeds=[0, 1]"), merged, quiet=True)
+    assert small.contents(merged) == small.contents(both)
+    assert len(again.manifest["merged"]) == 2
+
+
+def test_unlike_runs_are_not_merged() -> None:
+    other = small.home() / "unlike"
+    run_experiment(small.spec("seeds=[1]", "measure.depth=3"), other, quiet=True)
+    done = small.home() / "done"
+    with pytest.raises(RunError, match=r"no parts of one run .*measure.depth: 4 and 3"):
+        merge([done, other], small.home() / "never")
+    with pytest.raises(RunError, match="both hold the cell none"):
+        merge([done, done], small.home() / "never")
+    with pytest.raises(RunError, match="two runs or more"):
+        merge([done], small.home() / "never")
+    assert not (small.home() / "never").exists()
+
+
+def test_noise_is_the_same_object_either_way() -> None:
+    assert cell.from_settings({"kind": "noise", "alpha": 0.5}) == noise(0.5)
