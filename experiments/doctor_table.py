@@ -54,9 +54,14 @@ def micro() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     import faults
 
+    benches: dict[str, doctor.Bench] = {}
+
     def examine(drafter: Drafter, variant: str) -> doctor.Diagnosis:
-        target, prompts = faults.target(variant), faults.prompts(variant)
-        return doctor.examine(target, drafter, tokens=faults.TOKENS, prompts=prompts)
+        target = faults.target(variant)
+        if target.name not in benches:
+            prompts = faults.prompts(variant)
+            benches[target.name] = doctor.bench(target, tokens=faults.TOKENS, prompts=prompts)
+        return doctor.examine(target, drafter, on=benches[target.name])
 
     for variant in faults.CLEAN:
         found = examine(faults.drafter(variant), variant)
