@@ -409,7 +409,12 @@ def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
     for key in sorted(flat[0].keys() | flat[1].keys()):
         values = [f.get(key, "not set") for f in flat]
         if values[0] != values[1] and not key.startswith(skip):
-            yield f"{key}: {values[0]} (A), {values[1]} (B)"
+            yield f"{key}: {_brief(values[0])} (A), {_brief(values[1])} (B)"
+
+
+def _brief(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _flat(value: object, prefix: str = "") -> Iterable[tuple[str, object]]:
