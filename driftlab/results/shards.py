@@ -187,7 +187,8 @@ def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
         return pa.array(value, type=kind)
     mask = None
     if isinstance(value, np.ma.MaskedArray):
-        mask, value = np.ma.getmaskarray(value), value.data
+        mask, value = np.ma.getmask(value), value.data
+        mask = None if mask is np.ma.nomask else mask
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"shape {array.shape} is not one value a row")
@@ -266,7 +267,12 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
         parts.append({k: np.repeat(v, len(part["depth"])) for k, v in key.items()} | part)
     if not parts:
         return SCHEMAS["depths"].empty_table()
-    joined = {name: np.ma.concatenate([part[name] for part in parts]) for name in parts[0]}
+    # Masked arrays are slow, and most columns have no mask.
+    joined = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        masked = any(isinstance(v, np.ma.MaskedArray) for v in values)
+        joined[name] = (np.ma if masked else np).concatenate(values)
     return make_table("depths", joined, where)
 
 
