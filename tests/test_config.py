@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from driftlab.analysis.interventions import from_settings
 from driftlab.config import (
     DrafterConfig,
     Experiment,
-    Feedback,
-    FusionNorm,
     Origin,
-    Residual,
     Sourced,
     build_experiment,
     read_experiment,
     refuse_assumptions,
 )
 from driftlab.errors import AssumptionError, ConfigError
+from driftlab.results.merge import identity
+from driftlab.results.records import config_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = ROOT / "driftlab" / "data" / "suites" / "micro.toml"
@@ -38,13 +38,85 @@ def small() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("path", [MICRO, *(ROOT / "experiments").glob("*.toml")], ids=str)
+SHIPPED = [MICRO, *sorted((ROOT / "experiments").glob("*.toml"))]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_what_is_shipped_is_read(path: Path) -> None:
-    spec = read_experiment(path)
-    assert spec.axes.fusion_norm == (FusionNorm.none, FusionNorm.per_layer)
-    assert spec.axes.feedback == (Feedback.pre_norm, Feedback.post_norm)
-    assert spec.axes.residual == (Residual.raw,)
-    assert spec.measure.depth == 16
+    for base in (None, "micro", "llama-3.1-8b") if path != MICRO else (None,):
+        spec = read_experiment(path, base=base)
+        assert spec.seeds
+        if spec.analysis is not None and spec.applied is not None:
+            names = {"", *(c.name for c in spec.applied.conditions)}
+            for contrast in (spec.analysis.primary, *spec.analysis.family):
+                levels = contrast.levels if contrast.factor == "condition" else ()
+                assert {*levels, contrast.at.get("condition", "")} <= names
+        for condition in spec.applied.conditions if spec.applied else ():
+            assert all(from_settings(one) for one in condition.interventions)
+
+
+def test_smollm2_and_micro_are_the_runs_that_they_were() -> None:
+    """Runs that were begun before bases, conditions and alignment can be resumed."""
+    known = {
+        MICRO: "84c78c44dddf18bbae1875c484c14ef38eef8f7c3c9008731d532472849ce193",
+        ROOT / "experiments" / "smollm2.toml": (
+            "fc94d90083b3b1ad68b4255e0745399bfd97da4018258a2904ca7665a20d29e7"
+        ),
+    }
+    for path, digest in known.items():
+        assert config_hash(identity(read_experiment(path))) == digest
+
+
+def test_an_experiment_lies_over_its_base(tmp_path: Path) -> None:
+    (tmp_path / "targets").mkdir()
+    base = tmp_path / "targets" / "tiny.toml"
+    base.write_text(
+        'name = "not this"\nworkers = 5\n[target]\nsource = "micro"\nboundaries = [0, 1]\n'
+        '[text]\ntrain_prompts = "micro"\nmeasure_prompts = "micro"\ntrain_tokens = 10\n'
+        "[axes]\nttt = [7]\n[measure]\ndepth = 4\nrecent = 3\n"
+    )
+    path = tmp_path / "x.toml"
+    path.write_text('name = "x"\nbase = "targets/tiny.toml"\n[measure]\ndepth = 9\n')
+    spec = read_experiment(path, ("measure.recent=2",))
+    assert (spec.name, spec.base, spec.workers) == ("x-tiny", "tiny", 5)
+    assert (spec.measure.depth, spec.measure.recent) == (9, 2)
+    assert spec.target.boundaries == (0, 1)
+    assert spec.axes.ttt == (), "a base gives no axes"
+    assert read_experiment(path, base="micro").name == "x-micro"
+    assert read_experiment(path, base=base) == read_experiment(path)
+    with pytest.raises(ConfigError, match=r"(?s)no base 'nobody'.*Known: micro, tiny"):
+        read_experiment(path, base="nobody")
+    path.write_text('name = "tiny"\nbase = "targets/tiny.toml"\n')
+    assert read_experiment(path).name == "tiny"
+    path.write_text('name = "x"\nbase = "gone.toml"\n')
+    with pytest.raises(ConfigError, match=r"gone.toml does not exist"):
+        read_experiment(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('applied.conditions=[{name="x"}]', "changes nothing"),
+        ('applied.conditions=[{name="x", writes=true}]', "for a target that is quantized"),
+        (
+            'applied.conditions=[{name="x", temperature=1}, {name="x", temperature=0}]',
+            "the same name",
+        ),
+        ('applied.conditions=[{name="/x", temperature=1}]', "name"),
+        (
+            'analysis.primary={measure="sink", factor="ttt", levels=[2, 2]}',
+            "a contrast needs two levels",
+        ),
+        (
+            'analysis.primary={measure="sink", factor="ttt", levels=[2, 4], at={ttt=2}}',
+            "cannot be held and compared",
+        ),
+        ('analysis.primary={measure="joy", factor="ttt", levels=[2, 4]}', "measure"),
+    ],
+)
+def test_a_condition_or_contrast_that_says_nothing_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_experiment(MICRO, (override,))
 
 
 def test_a_manifest_gives_the_experiment_back() -> None:

@@ -16,12 +16,14 @@ from driftlab.analysis.interventions import (
     Intervention,
     apply,
     drop_layer,
+    from_settings,
     knock_out_sink,
     mask_chain_keys,
     noise,
     pin_norm,
     raise_sink,
     swap_norm,
+    window,
 )
 from driftlab.config import Feedback, FusionNorm
 from driftlab.engines.anchors import DepthStep, unroll
@@ -40,6 +42,8 @@ EVERY = [
     knock_out_sink("redirect", SINK),
     raise_sink(1.5, SINK),
     mask_chain_keys(),
+    window(3),
+    window(2, keep=2),
     drop_layer(1),
     drop_layer(1, "mean"),
     drop_layer(1, "shuffle", seed=2),
@@ -434,3 +438,53 @@ def test_impossible_parameters(make: Any, says: str) -> None:
 def test_what_does_not_fit_the_drafter(intervention: Intervention, says: str) -> None:
     with pytest.raises(ConfigError, match=says), apply(pairs.drafter(), [intervention]):
         pass
+
+
+# -- windows, and interventions by name
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_window_counts_back_from_the_drafted_position(
+    given: tuple[Tensor, Tensor], keep: int
+) -> None:
+    size = 3
+    kept = seen(window(size, keep), pairs.drafter(), given, "attn.pattern")
+    for (_, depth), pattern in kept.items():
+        shown = pattern[0].sum(dim=0).numpy() > 0  # [T, K]
+        for anchor in range(SIZE - 1):
+            own = anchor + depth - 1
+            position = [*range(SIZE - 1), *(anchor + e - 1 for e in range(2, depth + 1))]
+            for column, at in enumerate(position):
+                real = column <= anchor or column >= SIZE - 1
+                inside = own - size < at <= own or (column < SIZE - 1 and at < keep)
+                assert shown[anchor, column] == (real and inside), (depth, anchor, column)
+
+
+def test_a_wide_window_changes_nothing(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+    plain = run(drafter, given)
+    with apply(drafter, [window(100)]) as changed:
+        for a, b in zip(plain, run(changed, given), strict=True):
+            assert torch.equal(a.logits, b.logits)
+
+
+@pytest.mark.parametrize("made", EVERY, ids=str)
+def test_a_record_gives_the_intervention_back(made: Intervention) -> None:
+    record = {n: v for n, v in made.record().items() if v is not None}
+    kind = record.pop("name")
+    assert from_settings({"kind": kind, **record}) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "unknown intervention"),
+        ({"kind": "noise"}, "no alpha"),
+        ({"kind": "pin_norm", "alpha": 1}, "unknown or missing .*alpha"),
+        ({"kind": "noise", "alpha": "much"}, "intervention noise"),
+        ({"kind": "window", "size": 0}, "a size of 1 or more"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_settings(settings)
