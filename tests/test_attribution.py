@@ -11,17 +11,22 @@ import numpy as np
 import pairs
 import pytest
 import torch
+from scipy.spatial.distance import pdist
+from scipy.stats import pearsonr
 from torch import Tensor
 
 from driftlab.analysis.attribution import (
+    Effects,
+    attention_effects,
     effective_rank,
+    geometry,
     integrated_gradients,
     logit_lens,
     shapley,
     split,
     state_geometry,
 )
-from driftlab.analysis.interventions import apply, noise, pin_norm
+from driftlab.analysis.interventions import apply, mask_chain_keys, noise, pin_norm
 from driftlab.engines.anchors import DepthStep, unroll
 from driftlab.errors import ConfigError, ContractError, DataError
 from driftlab.models.drafter import Drafter
@@ -281,6 +286,168 @@ def test_effective_rank_of_known_matrices() -> None:
     assert effective_rank(torch.ones(5, 3)) == pytest.approx(1, abs=1e-3)
     two = torch.diag(torch.tensor([3.0, 1.0]))  # entropy of (3/4, 1/4)
     assert effective_rank(two) == pytest.approx(math.exp(2 * math.log(2) - 0.75 * math.log(3)))
+
+
+# -- attention
+
+
+def hidden_by_hand(
+    drafter: Drafter, given: tuple[Tensor, Tensor], hide: Callable[[Tensor, Any], Tensor], **at: Any
+) -> np.ndarray:
+    """[T, D] log-probabilities of the engine's chains with some keys hidden by a plain hook."""
+    with attach(drafter, "attn.scores", hide, **at):
+        found = steps(drafter, given)
+    out = []
+    for step in found:
+        index = drafter.target_to_draft[step.truth[0]].clamp(min=0)
+        out.append(step.logits[0].log_softmax(-1).gather(-1, index[:, None])[:, 0])
+    return torch.stack(out, dim=1).double().numpy()
+
+
+PROMPT_LEN = 5
+
+
+def effects(drafter: Drafter, given: tuple[Tensor, Tensor]) -> Effects:
+    return attention_effects(
+        drafter, *given, depth=DEPTH, sink=torch.arange(SIZE) < 1, prompt_len=PROMPT_LEN
+    )
+
+
+REGION_KEYS = {"sink": (0, 1), "prompt_mass": (1, PROMPT_LEN), "generated": (PROMPT_LEN, SIZE)}
+
+
+@pytest.mark.parametrize("feedback", ["pre_norm", "post_norm"])
+def test_hidden_keys_cost_what_the_engine_says(feedback: str, given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter(feedback=feedback)
+    found = effects(drafter, given)
+    plain = hidden_by_hand(drafter, given, lambda scores, moment: scores)
+    np.testing.assert_allclose(found.present.numpy(), plain, rtol=1e-4, atol=1e-4)
+    for i, (first, end) in enumerate(REGION_KEYS.values()):
+
+        def hide(scores: Tensor, moment: Any, first: int = first, end: int = end) -> Tensor:
+            changed = scores.clone()
+            for row, anchor in enumerate(moment.anchors.tolist()):
+                for key in range(first, min(end, anchor + 1)):
+                    if moment.depth > 1 or key != anchor:  # a query keeps its own key
+                        changed[:, :, row, key] = float("-inf")
+            return changed
+
+        everywhere = hidden_by_hand(drafter, given, hide)
+        np.testing.assert_allclose(found.chain[i].numpy(), plain - everywhere, rtol=1e-3, atol=2e-4)
+        for d in range(1, DEPTH + 1):
+            once = hidden_by_hand(drafter, given, hide, depths=[d])
+            wanted = (plain - once)[:, d - 1]
+            np.testing.assert_allclose(found.direct[i, :, d - 1].numpy(), wanted, atol=2e-4)
+    assert float((found.direct[:3, :, 1:] - found.chain[:3, :, 1:]).abs().max()) > 1e-3
+
+
+def test_hiding_the_chains_keys_is_the_intervention(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+    found = effects(drafter, given)
+    plain = logprobs(drafter, given, drafter.fuse(given[1][None, :-1])[0])
+    with apply(drafter, [mask_chain_keys()]):
+        masked = logprobs(drafter, given, drafter.fuse(given[1][None, :-1])[0])
+    np.testing.assert_allclose(found.chain[3].numpy(), plain - masked, rtol=1e-3, atol=2e-4)
+    assert float(found.direct[3, :, :2].abs().max()) == 0  # no drafted key but the query's own
+    assert float(found.direct[3, :, 2].abs().max()) > 1e-3
+
+
+def test_masses_are_the_recorders_and_untouched_by_hiding(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+    found = effects(drafter, given)
+    seen: dict[int, Tensor] = {}
+    with attach(drafter, "attn.pattern", lambda p, m: seen.__setitem__(m.depth, p.clone())):
+        steps(drafter, given)
+    for d, pattern in seen.items():
+        row = pattern[0, :, 4].mean(0)  # anchor 4, the prompt's last
+        split_at = len(row) - (d - 1)
+        own = float(row[4] if d == 1 else row[-1])
+        generated = float(row[PROMPT_LEN:split_at].sum())
+        assert float(found.mass[0, 4, d - 1]) == pytest.approx(float(row[0]), abs=1e-5)
+        prompt = float(row[1:PROMPT_LEN].sum()) - (own if d == 1 else 0)
+        assert float(found.mass[1, 4, d - 1]) == pytest.approx(prompt, abs=1e-5)
+        assert float(found.mass[2, 4, d - 1]) == pytest.approx(generated, abs=1e-5)
+        assert float(found.mass[4, 4, d - 1]) == pytest.approx(own, abs=1e-5)
+    assert torch.allclose(found.mass.sum(0), torch.ones(ANCHORS, DEPTH), atol=1e-5)
+
+
+def test_a_region_that_nobody_attends_to_has_no_effect(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+
+    def away(scores: Tensor, moment: Any) -> Tensor:
+        changed = scores.clone()
+        for row, anchor in enumerate(moment.anchors.tolist()):
+            if anchor or moment.depth > 1:
+                changed[:, :, row, 0] = float("-inf")
+        return changed
+
+    with attach(drafter, "attn.scores", away):
+        found = effects(drafter, given)
+    assert float(found.mass[0, 1:].abs().max()) == 0
+    assert float(found.direct[0].abs().max()) < 1e-5
+    assert float(found.direct[1].abs().max()) > 1e-3
+
+
+# -- gradients and states, in parts
+
+
+def test_more_steps_where_the_sum_is_missed(given: tuple[Tensor, Tensor]) -> None:
+    drafter, anchors = pairs.drafter(), torch.tensor([4])
+    coarse = integrated_gradients(drafter, *given, depth=2, anchors=anchors, steps=2)
+    assert coarse["gap"].abs().max() > 1e-3
+    finer = integrated_gradients(drafter, *given, depth=2, anchors=anchors, steps=2, gap=1e-3)
+    assert finer["gap"].abs().max() < coarse["gap"].abs().max() / 2
+
+
+def test_some_depths_over_a_smaller_background(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+    every = torch.arange(ANCHORS)
+    whole = integrated_gradients(drafter, *given, depth=DEPTH, anchors=torch.tensor([4]))
+    part = integrated_gradients(
+        drafter, *given, depth=DEPTH, anchors=torch.tensor([4]), depths=[1, 3], background=every
+    )
+    assert part["depth"].tolist() == [1, 3]
+    kept = whole[whole["depth"] != 2].reset_index(drop=True)
+    np.testing.assert_allclose(part["feedback"], kept["feedback"], atol=1e-5)
+    few = integrated_gradients(
+        drafter, *given, depth=DEPTH, anchors=torch.tensor([4]), background=torch.tensor([0, 6])
+    )
+    states = [step.state.feedback[0] for step in steps(drafter, given)]
+    mean = states[1][[0, 4, 6]].mean(0)  # the anchor's own belongs to its background
+    with torch.no_grad():
+        away = float((states[1][4] - mean).norm())
+    assert away > 0 and few["feedback"][2] != pytest.approx(whole["feedback"][2], abs=1e-4)
+
+
+def test_the_same_token_at_depth_1(given: tuple[Tensor, Tensor]) -> None:
+    drafter = pairs.drafter()
+    last = torch.randn(SIZE, pairs.WIDTH, generator=torch.Generator().manual_seed(1))
+    found = state_geometry(drafter, *given, depth=DEPTH, last=last)
+    tokens, aux = given
+    with torch.no_grad():
+        (fresh,) = unroll(drafter, tokens[None], aux[None], depth=1, mode="forced")
+    engine = [step.state.pre[0].numpy() for step in steps(drafter, given)]
+    for d, states in enumerate(engine, start=1):
+        same = fresh.state.pre[0, d - 1 : d - 1 + ANCHORS].numpy()
+        cosines = (states * same).sum(-1)
+        cosines /= np.linalg.norm(states, axis=-1) * np.linalg.norm(same, axis=-1)
+        assert found["cosine_same_token"][d - 1] == pytest.approx(cosines.mean(), abs=1e-5)
+        unit = states / np.linalg.norm(states, axis=-1, keepdims=True)
+        near = (unit @ unit.T)[np.triu_indices(ANCHORS, 1)]
+        assert found["cosine_other"][d - 1] == pytest.approx(near.mean(), abs=1e-5)
+        own = last[d : d + ANCHORS]
+        assert found["effective_rank_target"][d - 1] == pytest.approx(effective_rank(own))
+    assert found["cosine_same_token"][0] == pytest.approx(1)
+
+
+def test_geometry_is_scipys_and_blind_to_rotation() -> None:
+    rng = torch.Generator().manual_seed(3)
+    a, b = torch.randn(9, 6, generator=rng), torch.randn(9, 4, generator=rng)
+    distances = [pdist((x - x.mean(0)).numpy(), "cosine") for x in (a, b)]
+    assert geometry(a, b) == pytest.approx(pearsonr(*distances).statistic, abs=1e-5)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=rng)).Q
+    assert geometry(a, 3 * a @ turn + 2) == pytest.approx(1, abs=1e-5)
+    assert math.isnan(geometry(a[:2], b[:2]))
 
 
 # -- what is in force, and what is refused

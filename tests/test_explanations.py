@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import synthetic_run
 
 from driftlab.errors import DataError, NumericsError, RunError
-from driftlab.results.explain_figures import EXPLAIN_FIGURES, available, save_explain_figures
+from driftlab.results.explain_figures import EXPLAIN_FIGURES, available
 from driftlab.results.explanations import (
     MEASURES,
     Explained,
@@ -22,6 +23,7 @@ from driftlab.results.explanations import (
     answers,
     boundary_part,
 )
+from driftlab.results.figures import save_frame
 from driftlab.results.schema import SCHEMAS
 from driftlab.results.shards import make_table
 from driftlab.results.stats import estimate
@@ -192,7 +194,8 @@ def test_layers_whose_size_is_not_their_worth() -> None:
     found = made({("shapley", "boundary 2"): 2.0})
     sentences = [s for s in said(found, "causal effect") if "size is not worth" in s]
     assert len(sentences) == 2
-    assert all("boundary 2 (0.6" in s for s in sentences)
+    wanted = "the state at boundary 15 is a larger part of the fused input than the state at "
+    assert all(f"{wanted}boundary 2 (0.3" in s for s in sentences)
 
 
 def test_keys_that_harm_are_told() -> None:
@@ -320,20 +323,23 @@ def test_nan_is_refused(stored: Path) -> None:
 # -- figures
 
 
-def test_every_figure_draws_what_its_csv_holds(agreed: Explained, tmp_path: Path) -> None:
-    paths = save_explain_figures(agreed, tmp_path)
-    assert list(paths) == available(agreed) == list(EXPLAIN_FIGURES)
-    for name, files in paths.items():
-        frame = pd.read_csv(files["csv"])
+def test_every_figure_draws_what_its_csv_holds(agreed: Explained) -> None:
+    assert available(agreed) == list(EXPLAIN_FIGURES)
+    for spec in EXPLAIN_FIGURES.values():
+        frame = pd.read_csv(io.StringIO(spec.data(agreed).to_csv(index=False)))
         assert frame["prompts"].max() == 10 and frame["seeds"].max() == 2
-        again = EXPLAIN_FIGURES[name].figure(frame)
-        assert len([ax for ax in again.axes if ax.get_visible()]) == 2
-        assert "10 prompts x 2 seeds; 2 looping" in EXPLAIN_FIGURES[name].caption(frame)
-    first = {f: p.read_bytes() for f, p in paths["explain_effect"].items()}
-    assert first == {
-        f: p.read_bytes()
-        for f, p in save_explain_figures(agreed, tmp_path / "b")["explain_effect"].items()
-    }
+        figure = spec.figure(frame)
+        assert len([ax for ax in figure.axes if ax.get_visible()]) == 2
+        assert "10 prompts x 2 seeds; 2 looping" in spec.caption(frame)
+
+
+def test_saved_figures_are_the_same_bytes_again(agreed: Explained, tmp_path: Path) -> None:
+    spec = EXPLAIN_FIGURES["explain_effect"]
+    frame = spec.data(agreed)
+    first, again = (save_frame(spec, frame, tmp_path / name) for name in "ab")
+    assert list(first) == ["png", "pdf", "csv"]
+    assert all(first[f].read_bytes() == again[f].read_bytes() for f in first)
+    assert set(pd.read_csv(first["csv"]).columns) == set(frame.columns)
 
 
 def test_effect_data_pairs_mass_with_effect(agreed: Explained) -> None:

@@ -185,13 +185,16 @@ def _draw_layers(figure: Figure, frame: pd.DataFrame) -> None:
 def _draw_named(
     names: dict[tuple[str, str], str], label: str, low: float | None = None
 ) -> Callable[[Figure, pd.DataFrame], None]:
-    styles = [
-        _line(_RED, "solid", "D", hollow=False),
-        _line(_BLUE, "dash", "o", hollow=False),
-        _line(_BLACK, "dot", "s", hollow=True),
-    ]
-    draw = partial(_lines, names=names, styles=styles)
-    return lambda figure, frame: _grid(figure, frame, draw, len(names), label, low)
+    def draw(figure: Figure, frame: pd.DataFrame) -> None:
+        styles = [
+            _line(_RED, "solid", "D", hollow=False),
+            _line(_BLUE, "dash", "o", hollow=False),
+            _line(_BLACK, "dot", "s", hollow=True),
+        ]
+        lines = partial(_lines, names=names, styles=styles)
+        _grid(figure, frame, lines, len(names), label, low)
+
+    return draw
 
 
 def _effect_axes(ax: Axes, frame: pd.DataFrame) -> None:
