@@ -132,6 +132,8 @@ def load_model(
             where="checkpoint" if has_tokenizer else "the folder has no tokenizer file",
         ),
     }
+    if not gguf and Path(name).is_dir():
+        provenance |= _unstated(Path(name), model.config)
     return model, tokenizer, provenance
 
 
@@ -159,6 +161,13 @@ def _check_folder(folder: Path) -> int | None:
             raise CheckpointError(
                 f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
             ) from None
+        odd = [s for s in shards if not isinstance(s, str) or s != Path(s).name]
+        if odd:
+            raise CheckpointError(
+                f"{index} sends tensors out of its folder",
+                got=repr(odd[0]),
+                remedy="A shard is a file beside its index; do not load files from this source.",
+            )
         lost = sorted(shard for shard in shards if not (folder / shard).is_file())
         if lost:
             raise CheckpointError(
@@ -174,6 +183,33 @@ def _check_folder(folder: Path) -> int | None:
             remedy="Expected model.safetensors, or shards with their index.",
         )
     return sum(file.stat().st_size for file in files)
+
+
+# Fields of HuggingFace's configs that move numbers, and the names that a rotation has had.
+_MOVING = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "hidden_act")
+_MOVING += ("activation_function", "max_position_embeddings")
+_ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_emb_base")
+
+
+def _unstated(folder: Path, config: Any) -> Provenance:
+    """Fields that config.json leaves to the defaults of a class of transformers: assumed."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    text = config.get_text_config(decoder=True)
+    stated = {**raw, **(raw.get("text_config") or {})}
+    absent = [n for n in _MOVING if getattr(text, n, None) is not None and n not in stated]
+    if getattr(text, "rope_parameters", None) and not any(n in stated for n in _ROTARY):
+        absent.append("rope_parameters")
+    return {
+        f"config.{n}": Sourced(
+            value=getattr(text, n),
+            origin=Origin.assumed,
+            where=f"absent from config.json, default of {type(text).__name__}",
+        )
+        for n in absent
+    }
 
 
 def _check_report(report: dict[str, Any], source: str) -> None:
