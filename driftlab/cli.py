@@ -243,12 +243,16 @@ def export(
     target: Annotated[
         str | None, typer.Option(help="Target, for files that leave parts to it.")
     ] = None,
+    strict: Strict = False,
 ) -> None:
     """Write a drafter as another engine or trainer reads it."""
     from driftlab.models.checkpoints import load_drafter, save_drafter
 
     opened = None if target is None else _open_target(target)
-    made = load_drafter(drafter, target=opened)
+    made = load_drafter(drafter, target=opened, strict=strict)
+    for name, source in made.provenance.items():
+        if source.origin == "assumed":
+            typer.echo(f"assumed: {name} = {source.value} ({source.where})")
     for note in save_drafter(made, out, dialect=to, target=opened):
         typer.echo(f"note: {note}")
     typer.echo(f"written: {out}")

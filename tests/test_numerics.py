@@ -22,6 +22,7 @@ from driftlab.experiment import run_experiment
 from driftlab.models.hooks import Moment, attach
 from driftlab.models.target import Target
 from driftlab.results.answers import answers
+from driftlab.results.precision import precision_note
 from driftlab.results.records import RunDirectory
 
 SPEC = MeasureSpec(depth=3, recent=4)
@@ -198,7 +199,7 @@ def test_a_half_precision_target_is_compared_with_float32() -> None:
     assert found["largest_logit_difference"] == pytest.approx(largest, rel=1e-3)
     assert 0 < max(found["states_difference"].values()) < 0.02
     assert found["ties"] > 0, "bfloat16 has few numbers, so some tie"
-    said = precision.sentence(found)
+    said = precision_note(found)
     assert f"first at index {first[1]} of text {first[0]}" in said and "(rounding)" in said
 
 
@@ -210,10 +211,10 @@ def test_a_float32_target_says_only_its_ties() -> None:
     given = [pairs.as_text(row[:4], row[4:], f"p{i}") for i, row in enumerate(rows())]
     found = precision.against_float32(pairs.target(), given, (1, 2, 3))
     assert found == {"dtype": "float32", "texts": 4, "positions": 160, "ties": 0}
-    assert precision.sentence(found) == ""
+    assert precision_note(found) == ""
 
 
 def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "free_bytes", lambda: 1000)
     found = precision.against_float32(half(), [], (1, 2, 3))
-    assert "was not compared with float32: a copy in float32 needs" in precision.sentence(found)
+    assert "was not compared with float32: a copy in float32 needs" in precision_note(found)

@@ -261,14 +261,20 @@ class Features:
         self._folder = folder
         self.key = folder.name
         self.manifest: Mapping[str, Any] = self._read_manifest()
-        self._dtype: torch.dtype = _DTYPES[self.manifest["dtype"]]
-        self._aux_width: int = len(self.manifest["boundaries"]) * self.manifest["hidden_size"]
-        self._width: int = self._aux_width + self.manifest["hidden_size"]
-        self._shards = [
-            _Shard(s["name"], s["first"], s["count"], s["tokens"]) for s in self.manifest["shards"]
-        ]
+        try:
+            self._dtype: torch.dtype = _DTYPES[self.manifest["dtype"]]
+            self._aux_width: int = len(self.manifest["boundaries"]) * self.manifest["hidden_size"]
+            self._width: int = self._aux_width + self.manifest["hidden_size"]
+            self._shards = [
+                _Shard(s["name"], s["first"], s["count"], s["tokens"])
+                for s in self.manifest["shards"]
+            ]
+            self._verify_texts()
+            self.texts: tuple[Text, ...] = self._read_texts()
+            self._verify_manifest()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise self._damaged("manifest.json", error) from None
         self._verify()
-        self.texts: tuple[Text, ...] = self._read_texts()
         # Where each text lies: its shard, and its first row there.
         self._place: list[tuple[_Shard, int]] = []
         for shard in self._shards:
@@ -396,11 +402,21 @@ class Features:
                 )
         return manifest
 
-    def _verify(self) -> None:
+    def _verify_texts(self) -> None:
         texts = self._folder / "texts.parquet"
         found = sha256(texts.read_bytes()).hexdigest() if texts.exists() else None
         if found != self.manifest["texts_sha256"]:
             raise self._damaged("texts.parquet")
+
+    def _verify_manifest(self) -> None:
+        """The key is a hash of what the states are made of, and the texts decide the shards."""
+        m = self.manifest
+        key = _key(m["target_fingerprint"], m["boundaries"], m["dtype"], self.texts)
+        plan = _plan([len(t.tokens) for t in self.texts], self._row_bytes)
+        if key != self.key or plan != self._shards:
+            raise ValueError("it does not describe these states")
+
+    def _verify(self) -> None:
         for shard, stored in zip(self._shards, self.manifest["shards"], strict=True):
             found = _digest(self._folder / shard.name, shard.tokens * self._row_bytes)
             if found != stored["sha256"]:
@@ -422,9 +438,7 @@ class Features:
         return tuple(Text(**dict(zip(names, row, strict=True))) for row in rows)
 
 
-def _key(
-    fingerprint: str, boundaries: Sequence[int], dtype: Dtype, texts: Sequence[Text]
-) -> str:
+def _key(fingerprint: str, boundaries: Sequence[int], dtype: Dtype, texts: Sequence[Text]) -> str:
     digest = sha256(json.dumps([FORMAT, fingerprint, list(boundaries), dtype]).encode())
     for text in texts:
         digest.update(json.dumps(asdict(text), sort_keys=True).encode())

@@ -194,9 +194,12 @@ def _records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also nested too deep, numbers too long
+            why = str(error).removesuffix("(char 0)").splitlines()[0].strip()
+            if isinstance(error, json.JSONDecodeError):
+                why = f"{error.msg}, column {error.colno}"
             raise DataError(
-                f"{where}, line {number}: not JSON ({error.msg}, column {error.colno})",
+                f"{where}, line {number}: not JSON ({why})",
                 got=f"{text[:60]!r}",
                 remedy="Each line must be one JSON object.",
             ) from None
@@ -231,6 +234,12 @@ def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Promp
         )
     if system is not None and not isinstance(system, str):
         raise DataError(f"{where}: system is not a string", got=f"{system!r:.60}")
+    if any("\ud800" <= c <= "\udfff" for c in text + (system or "")):
+        raise DataError(
+            f"{where}: {field} holds half a surrogate pair, which no text encoding has",
+            got=f"{text!r:.60}",
+            remedy="Write such characters as UTF-8, or as both halves.",
+        )
     category = record.get("category", PLAIN if field == "text" else "chat")
     if not isinstance(category, str) or not category:
         raise DataError(f"{where}: category is not a word", got=f"{category!r:.60}")

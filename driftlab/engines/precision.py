@@ -38,13 +38,15 @@ def against_float32(
     if target.dtype != torch.float32:
         need = 4 * sum(p.numel() for p in target.model.parameters())
         free = free_bytes()
-        if target.device.type == "cpu" and free is not None and need > free:
+        if getattr(target.model, "hf_device_map", None) is not None:
+            found["not_compared"] = "the target is placed over devices"
+        elif target.device.type == "cpu" and free is not None and need > free:
             found["not_compared"] = f"a copy in float32 needs {size(need)}, {size(free)} are free"
         else:
             try:
                 copied = copy.deepcopy(target.model).float()
                 exact = Target.from_model(copied, name=target.name, eos_ids=sorted(target.eos_ids))
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, ValueError, TypeError) as error:  # no memory, quantised weights
                 found["not_compared"] = str(error).splitlines()[0]
         found |= {"largest_logit_difference": 0.0, "other_choices": 0, "first_other_choice": None}
     apart = [[0.0, 0.0] for _ in boundaries]
@@ -91,27 +93,3 @@ def against_float32(
             str(b): (a / max(z, 1e-30)) ** 0.5 for b, (a, z) in zip(boundaries, apart, strict=True)
         }
     return found
-
-
-def sentence(found: dict[str, Any]) -> str:
-    """One line for a person; "" when there is nothing to say."""
-    said = []
-    if found["ties"]:
-        said.append(
-            f"the target's best token is tied at {found['ties']} of {found['positions']} positions"
-        )
-    if reason := found.get("not_compared"):
-        said.append(f"{found['dtype']} was not compared with float32: {reason}")
-    elif found["dtype"] != "float32":
-        first = found["first_other_choice"]
-        said.append(
-            f"{found['dtype']} moves a logit by at most {found['largest_logit_difference']:.3g} "
-            f"and the choice at {found['other_choices']} of {found['positions']} positions"
-        )
-        if first:
-            kind = "rounding" if first["within_rounding"] else "MORE THAN ROUNDING"
-            said.append(
-                f"first at index {first['index']} of text {first['text']}, where float32's two "
-                f"best logits are {first['gap']:.3g} apart ({kind})"
-            )
-    return "; ".join(said)

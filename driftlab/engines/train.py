@@ -152,7 +152,8 @@ def train(
     """Train ``drafter`` in place for ``spec.steps`` steps.
 
     AdamW (betas .9, .95), cosine schedule after a linear warm-up, gradients clipped to
-    ``spec.clip``. ``alignment`` adds a loss on the drafter's attention. With ``checkpoint`` the state is saved there every
+    ``spec.clip``. ``alignment`` adds a loss on the drafter's attention.
+    With ``checkpoint`` the state is saved there every
     ``spec.checkpoint_every`` steps, and a later call with the same arguments goes on from
     it to the same weights that an undisturbed run gives. ``on_step`` is told how many steps
     were done.
@@ -276,12 +277,37 @@ def _identity(drafter: Drafter, corpus: Features, spec: TrainSpec, seed: int) ->
 
 def _save(path: Path, state: dict) -> None:
     with atomic_file(path) as file:
-        torch.save(state, file)
+        torch.save({**state, "sha256": _digest(state)}, file)
+
+
+def _digest(state: object) -> str:
+    """SHA-256 (hex) of everything in nested dictionaries, lists and tensors."""
+    found = sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{tuple(value.shape)} {value.dtype}".encode())
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                found.update(repr(key).encode())
+                add(part)
+        elif isinstance(value, list | tuple):
+            found.update(str(len(value)).encode())
+            for part in value:
+                add(part)
+        else:
+            found.update(repr(value).encode())
+
+    add(state)
+    return found.hexdigest()
 
 
 def _load(path: Path, identity: str) -> dict:
     try:
         saved = torch.load(path, weights_only=True)
+        if saved.pop("sha256") != _digest(saved):
+            raise ValueError("its checksum does not agree")
     except Exception as error:  # torch raises many kinds for a damaged file
         raise CheckpointError(
             f"training checkpoint {path} cannot be read",

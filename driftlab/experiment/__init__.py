@@ -8,6 +8,7 @@ with the same command and ends with the same tables. What does not depend on the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import shutil
@@ -21,13 +22,16 @@ import torch
 from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
+from driftlab.data.features import Features
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.pool import run_jobs
+from driftlab.engines.precision import against_float32
 from driftlab.engines.ray_pool import run_jobs_on_ray
 from driftlab.errors import DriftlabError, RunError
 from driftlab.experiment.applied import applied_jobs, find_drafters, unchanged_jobs
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
+from driftlab.models import memory
 from driftlab.results.merge import identity
 from driftlab.results.records import RunDirectory, config_hash
 
@@ -69,7 +73,7 @@ def run_experiment(
     fresh = not (out / "manifest.json").exists()
     with RunDirectory.create(out, manifest) as run:
         try:
-            phases = _prepare(experiment, run, cache, strict=strict, quiet=quiet)
+            phases = _prepare(experiment, run, cache, strict=strict, quiet=quiet, here=ray is None)
         except DriftlabError:
             if fresh:
                 _forget(out)
@@ -91,9 +95,12 @@ def run_experiment(
 
 
 def _prepare(
-    experiment: Experiment, run: RunDirectory, cache: Path, *, strict: bool, quiet: bool
+    experiment: Experiment, run: RunDirectory, cache: Path, *, strict: bool, quiet: bool, here: bool
 ) -> list[list[CellJob]]:
-    """Everything that cells share, made once: the cells' jobs, each list after the one before."""
+    """Everything that cells share, made once: the cells' jobs, each list after the one before.
+
+    ``here``: cells run on this machine, so that its memory must do.
+    """
     _remove_unfinished(run.path)
     applied = experiment.applied
     given = find_drafters(experiment, run.path)
@@ -109,6 +116,9 @@ def _prepare(
         learned = plan.states(train_texts, "states to learn from") if train_texts else None
         measured = plan.states(measure_texts, "states to measure on")
         frozen = plan.freeze()
+        if "precision" not in run.manifest:
+            sample = against_float32(plan.target, measure_texts, plan.boundaries)
+            run.update_manifest(precision=sample)
         rows = None
         if experiment.measure.agreement:
             layers = range(plan.target.n_layers)
@@ -131,6 +141,8 @@ def _prepare(
         phases.append(changed.jobs)
         notes = {"conditions": changed.notes}
         inputs |= {f"states of {name}": key for name, key in changed.states.items()}
+    if here:
+        _check_memory(phases, learned, measured, experiment.workers)
     begun = run.manifest.get("inputs", inputs)
     if lost := [name for name in inputs if begun.get(name) != inputs[name]]:
         raise RunError(
@@ -156,6 +168,28 @@ def _prepare(
         **notes,
     )
     return phases
+
+
+def _check_memory(
+    phases: Sequence[Sequence[CellJob]], learned: Features | None, measured: Features, workers: int
+) -> None:
+    """Refuse cells that together need more memory than is free."""
+    longest = max(len(text.tokens) for text in measured.texts)
+    needs = [0]
+    for job in itertools.chain(*phases):
+        if job.learning is None or learned is None:
+            continue
+        config, spec = job.learning.config, job.learning.spec
+        lesson = max(len(text.tokens) for text in learned.texts)
+        probing = memory.probing_bytes(config, job.texts_at_once, longest, job.measure.depth)
+        needs.append(max(memory.training_bytes(config, spec, lesson), probing))
+    at_once = min(workers, max(map(len, phases)))
+    memory.refuse_too_large(
+        f"{at_once} cell(s) at once: this",
+        lambda n: n * (memory.PROCESS + max(needs)),
+        at_once,
+        "workers =",
+    )
 
 
 def _remove_unfinished(out: Path) -> None:
@@ -202,6 +236,11 @@ def _run_jobs(
             threads=experiment.threads,
             on_step=bar.update,
         )
+
+
+def code_in_use() -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Versions of what computes numbers, and the state of the checkout."""
+    return _versions(), _git_state()
 
 
 def _versions() -> dict[str, str]:

@@ -6,6 +6,10 @@ embedding, the head and the final norm's gains and nothing else.
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -59,11 +63,9 @@ class Frozen:
                 self.logit_scale = float(meta["scale"])
                 self.softcap: float | None = float(meta["softcap"]) or None
         except Exception as error:  # safetensors raises its own and the system's errors
-            raise CheckpointError(
-                f"the target's frozen parts in {path} cannot be read",
-                got=error,
-                remedy="Delete the file; the next run writes it again.",
-            ) from None
+            raise _unreadable(path, error) from None
+        if meta.get("sha256") != _digest(tensors, meta):
+            raise _unreadable(path, "its checksum does not agree")
         self.embedding_weight: Tensor = tensors["embedding"]
         self.head_weight: Tensor = tensors.get("head", tensors["embedding"])
         self.final_norm_weight: Tensor | None = tensors.get("final_norm")
@@ -73,14 +75,31 @@ class Frozen:
         return head_logits(self, last, self.head_weight)
 
 
+def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
+    digest = sha256(json.dumps([facts.get("scale"), facts.get("softcap")]).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _unreadable(path: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"the target's frozen parts in {path} cannot be read",
+        got=why,
+        remedy="Delete the file; the next run writes it again.",
+    )
+
+
 def freeze(target: Target, path: Path) -> None:
-    """Write the target's frozen parts to ``path`` unless they are there.
+    """Write the target's frozen parts to ``path`` unless they are there and whole.
 
     Raises
     ------
     ContractError: the target's head does more than a product, a scale and a soft cap.
     """
-    if path.exists():
+    with contextlib.suppress(CheckpointError):
+        Frozen(path)
         return
     rng = torch.Generator().manual_seed(0)
     last = torch.randn(4, target.hidden_size, generator=rng).to(target.device, target.dtype)
@@ -93,11 +112,11 @@ def freeze(target: Target, path: Path) -> None:
             got=f"logits that differ by up to {float((own - rebuilt).abs().max()):.3g}",
             remedy="A head with a bias cannot be taught from; use another target.",
         )
-    tensors = {"embedding": target.embedding_weight.contiguous()}
+    tensors = {"embedding": target.embedding_weight.detach().cpu().contiguous()}
     if target.head_weight.data_ptr() != target.embedding_weight.data_ptr():
-        tensors["head"] = target.head_weight.contiguous()
+        tensors["head"] = target.head_weight.detach().cpu().contiguous()
     if target.final_norm_weight is not None:
-        tensors["final_norm"] = target.final_norm_weight.contiguous()
+        tensors["final_norm"] = target.final_norm_weight.detach().cpu().contiguous()
     facts = {"softcap": str(target.softcap or 0.0), "scale": str(target.logit_scale)}
     with atomic_file(path) as file:
-        file.write(save(tensors, metadata=facts))
+        file.write(save(tensors, metadata={**facts, "sha256": _digest(tensors, facts)}))

@@ -55,11 +55,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 counts[quant.name] += 1
                 elements += size
                 needed = max(needed, offset + size // block * block_bytes)
+            if alignment < 1:
+                raise ValueError(f"general.alignment is {alignment}")
             start = -(-file.tell() // alignment) * alignment
         found = os.path.getsize(path)
         if found < start + needed:
             raise EOFError(f"{found} bytes where its tensors need {start + needed}")
-    except (EOFError, ValueError, KeyError, struct.error) as error:
+    except (EOFError, ValueError, KeyError, RecursionError, struct.error) as error:
         raise CheckpointError(
             f"{path} is no complete GGUF file", got=error, remedy="Fetch the file again."
         ) from None
@@ -67,7 +69,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def _take(file: BinaryIO, n: int) -> bytes:
-    data = file.read(n)
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    data = file.read(n) if n <= left else b""  # a length that lies asks for no memory
     if len(data) != n:
         raise EOFError("the file ends inside its header")
     return data

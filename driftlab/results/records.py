@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -348,7 +349,16 @@ class RunDirectory:
                 f"table {name} has no column {', '.join(unknown)}",
                 remedy=f"Columns: {', '.join(SCHEMAS[name].names)}.",
             )
+        noted = self.manifest.get("tables")
+        noted = noted.get(name) if isinstance(noted, dict) else None
         try:
+            if isinstance(noted, dict) and noted.get("sha256") != _file_hash(path):
+                raise RunError(
+                    f"{path} is damaged",
+                    got="its checksum is not the one in manifest.json",
+                    remedy="Run the same command again: the tables are rebuilt from finished "
+                    "pieces.",
+                )
             table = pq.read_table(
                 path, columns=list(columns) if columns is not None else None, filters=filters
             )
@@ -402,6 +412,18 @@ class RunDirectory:
         there = [name for name in OPTIONAL if (self.path / f"{name}.parquet").exists()]
         extra = {name: self._read(name, categories=True) for name in there}
         return Tables(**frames, manifest=self.manifest, extra=extra)
+
+
+@functools.lru_cache(maxsize=256)
+def _hash_of(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    """SHA-256 (hex), computed once for each state of the file."""
+    stat = path.stat()
+    return _hash_of(path, stat.st_size, stat.st_mtime_ns)
 
 
 def _reopen(path: Path, role: Role) -> RunDirectory:

@@ -1,17 +1,21 @@
 """driftlab's own layout: everything of the contract, nothing to assume.
 
-config.json        {"driftlab_drafter": 1, "config": ..., "provenance": ..., "sha256": ...}
+config.json        {"driftlab_drafter": 1, "config": ..., "provenance": ...,
+                    "contract_sha256": ... of the two, "sha256": ... of the weights}
 model.safetensors  the Drafter's state_dict, with absolute ids in ``draft_to_target``
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError
@@ -29,6 +33,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def contract_hash(config: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of the contract as it stands in the file."""
+    text = json.dumps([config.get("config"), config.get("provenance", {})], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def to_native(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config (without the hash of the weights) and tensors of the native layout."""
     config = {
@@ -37,6 +47,7 @@ def to_native(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "config": drafter.config.model_dump(mode="json"),
         "provenance": _PROVENANCE.dump_python(drafter.provenance, mode="json"),
     }
+    config["contract_sha256"] = contract_hash(config)
     return config, dict(drafter.state_dict())
 
 
@@ -65,6 +76,17 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
             got=first["msg"],
             remedy="Write the drafter again with save_drafter.",
         ) from None
+    if config.hidden_act not in ACT2FN:
+        raise CheckpointError(
+            f"{where}: hidden_act is unknown to transformers", got=repr(config.hidden_act)
+        )
+    stated = files.config.get("contract_sha256")
+    if stated is not None and stated != contract_hash(files.config):
+        raise CheckpointError(
+            f"{where} was changed after it was written",
+            got="its checksum does not agree",
+            remedy="Write the drafter again with save_drafter; overrides read it another way.",
+        )
     found = file_hash(files.folder / files.weights)
     if files.config.get("sha256") != found:
         raise CheckpointError(

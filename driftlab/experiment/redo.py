@@ -1,0 +1,100 @@
+"""A run again from its manifest: the same settings, and whether the tables came out equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from driftlab.config import Experiment, build_experiment
+from driftlab.errors import RunError
+from driftlab.results.records import RunDirectory
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of an experiment's run; ``path`` is the file or its folder.
+
+    Raises RunError when it cannot be read, or was written by another command.
+    """
+    path = path / "manifest.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(
+            f"{path} cannot be read", got=error, remedy="Give the manifest.json of a run."
+        ) from None
+    config = found.get("config") if isinstance(found, dict) else None
+    if not isinstance(config, dict) or "axes" not in config:
+        raise RunError(
+            f"{path} describes no experiment", remedy="Give what `ablate` or `train` wrote."
+        )
+    return found
+
+
+def differences(
+    stored: Mapping[str, Any], versions: Mapping[str, str], git: Mapping[str, Any] | None
+) -> list[str]:
+    """What of the code differs from the code that made ``stored``, in words."""
+    then = stored.get("versions")
+    then = then if isinstance(then, Mapping) else {}
+    found = [
+        f"{name} {then.get(name, 'unknown')} then, {versions.get(name, 'absent')} now"
+        for name in sorted({*versions, *then})
+        if versions.get(name) != then.get(name)
+    ]
+    old, new = stored.get("git"), git
+    old_commit = old.get("commit") if isinstance(old, Mapping) else None
+    new_commit = new.get("commit") if new else None
+    if old_commit != new_commit:
+        found.append(f"commit {str(old_commit)[:12]} then, {str(new_commit)[:12]} now")
+    if isinstance(old, Mapping) and old.get("changed"):
+        found.append("its code had changes that no commit holds")
+    if new and new.get("changed"):
+        found.append("this code has changes that no commit holds")
+    return found
+
+
+def experiment_of(
+    path: Path,
+    versions: Mapping[str, str],
+    git: Mapping[str, Any] | None,
+    *,
+    other_code: bool,
+    overrides: tuple[str, ...] = (),
+) -> tuple[Experiment, dict[str, Any], list[str]]:
+    """Settings of the run that ``path`` describes, its manifest, and how the code differs.
+
+    Raises
+    ------
+    RunError: it was made by other code, and ``other_code`` does not allow that.
+    ConfigError: its settings are none of this version.
+    """
+    stored = read_manifest(path)
+    apart = differences(stored, versions, git)
+    if apart and not other_code:
+        raise RunError(
+            f"{path} was made by other code",
+            got="; ".join(apart),
+            remedy="Use the code that made it, or allow other code with --other-code.",
+        )
+    return build_experiment(dict(stored["config"]), overrides, where=str(path)), stored, apart
+
+
+def verdict(stored: Mapping[str, Any], run: RunDirectory) -> str:
+    """One sentence: which tables and inputs are what the manifest says."""
+    made, told = run.manifest, []
+    for kind in ("inputs", "tables"):
+        old, new = stored.get(kind) or {}, made.get(kind) or {}
+        # The cells' table holds wall times.
+        names = sorted({*old, *new} - {"cells"})
+        other = [n for n in names if _mark(old.get(n)) != _mark(new.get(n))]
+        told.append(
+            f"{len(names) - len(other)} of {len(names)} {kind} equal the first run's byte for byte"
+            + (f"; others: {', '.join(other)}" if other else "")
+        )
+    return ". ".join(told) + "."
+
+
+def _mark(value: object) -> object:
+    return value.get("sha256") if isinstance(value, Mapping) else value

@@ -1,0 +1,131 @@
+"""Break the code on purpose, one place at a time; the named tests must notice.
+
+    python tests/reliability/mutations.py [--only WORD] [--minutes 20]
+
+Works in a copy of the tree. A mutation whose text does not stand there exactly once is an error:
+the code has moved on, and mutations.toml with it. Third-party modules are imported once, each
+mutation is a fork. The unbroken code must pass the same tests first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIMIT = 240  # seconds for one mutation
+PRELOADED = (
+    *("numpy", "scipy.stats", "pandas", "pyarrow.parquet", "torch", "transformers", "einops"),
+    *("transformers.models.llama.modeling_llama", "safetensors.torch", "hypothesis", "pytest"),
+    "pydantic",
+)
+
+
+def run_tests(copy: Path, tests: Sequence[str], log: Path) -> str:
+    """passed, failed, or slow, in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            os.chdir(copy)
+            sys.dont_write_bytecode = True
+            sys.path[:0] = [str(copy), str(copy / "tests")]
+            import pytest
+
+            import driftlab
+
+            if not str(driftlab.__file__).startswith(str(copy)):
+                os._exit(98)
+            words = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", "0"]
+            code = int(pytest.main([*words, *(f"tests/{t}" for t in tests)]))
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + LIMIT
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "slow"
+        time.sleep(0.1)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, 1):
+        raise SystemExit(f"{tests}: pytest ended with {code}\n{log.read_text()[-2000:]}")
+    return "passed" if code == 0 else "failed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--only", default="", help="mutations whose text holds this word")
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--check", action="store_true", help="only look for the places")
+    asked = parser.parse_args()
+    listed = tomllib.loads((HERE / "mutations.toml").read_text(encoding="utf-8"))["mutation"]
+    chosen = [m for m in listed if asked.only in m["what"]]
+    wrong = []
+    for m in chosen:
+        n = (ROOT / m["file"]).read_text(encoding="utf-8").count(m["old"])
+        if n != 1:
+            wrong.append(f"{m['what']}: stands {n} times in {m['file']}")
+    if wrong:
+        raise SystemExit("mutations that fit no longer:\n" + "\n".join(wrong))
+    print(f"{len(chosen)} mutations, each at one place", flush=True)
+    if asked.check:
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    started = time.monotonic()
+    missed: list[str] = []
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy, log = Path(folder) / "tree", Path(folder) / "log"
+        skipped = shutil.ignore_patterns("__pycache__", "golden_big", ".cache")
+        for part in ("driftlab", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=skipped)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        sound: dict[str, bool] = {}
+        for m in chosen:
+            if time.monotonic() - started > asked.minutes * 60:
+                print(f"stopped after {asked.minutes:g} minutes")
+                break
+            fresh = [t for t in m["tests"] if t not in sound]
+            if fresh:
+                good = run_tests(copy, fresh, log) == "passed"
+                sound |= dict.fromkeys(fresh, good)
+                if not good:
+                    print(f"BROKEN BEFORE  {fresh}\n{log.read_text()[-600:]}", flush=True)
+            if not all(sound[t] for t in m["tests"]):
+                missed.append(m["what"])
+                continue
+            path = copy / m["file"]
+            whole = path.read_text(encoding="utf-8")
+            path.write_text(whole.replace(m["old"], m["new"]), encoding="utf-8")
+            found = run_tests(copy, m["tests"], log)
+            path.write_text(whole, encoding="utf-8")
+            ok = found != "passed"
+            caught += ok
+            if not ok:
+                missed.append(m["what"])
+            print(f"{'caught' if ok else 'MISSED'}  {m['what']}", flush=True)
+    print(f"\n{caught} of {len(chosen)} caught in {time.monotonic() - started:.0f} s")
+    if missed:
+        raise SystemExit("not caught: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    main()

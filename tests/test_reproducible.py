@@ -1,0 +1,188 @@
+"""The same seed gives the same bytes, other threads and batches nearly the same numbers, and a
+manifest is enough to run again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import small
+
+from driftlab import cli
+from driftlab.errors import RunError
+from driftlab.experiment import run_experiment
+from driftlab.experiment.redo import differences, experiment_of, read_manifest, verdict
+from driftlab.results.records import RunDirectory
+
+VERSIONS, GIT = {"torch": "2.0", "python": "3.11"}, {"commit": "a" * 40, "changed": False}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = small.home() / "reproducible"
+    path.mkdir()
+    with small.shrunk():
+        yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_from_scratch_the_same_bytes(folder: Path) -> None:
+    """Target, texts, states, drafters and tables, in an empty cache, and from the manifest."""
+    done = small.home() / "done"
+    stored = RunDirectory.open(done).manifest
+    spec, _, apart = experiment_of(done, stored["versions"], stored["git"], other_code=True)
+    assert [a for a in apart if "changes that no commit holds" not in a] == []
+    again = run_experiment(spec, folder / "run", cache=folder / "cache", quiet=True)
+    assert small.contents(folder / "run") == small.contents(done)
+    assert small.drafters(folder / "run") == small.drafters(done)
+    assert verdict(stored, again) == (
+        "3 of 3 inputs equal the first run's byte for byte. "
+        "5 of 5 tables equal the first run's byte for byte."
+    )
+    text = (folder / "run" / "steps.parquet").read_bytes()
+    again._role = "owner"
+    again.update_manifest(tables={**stored["tables"], "steps": {"sha256": str(len(text))}})
+    assert "4 of 5 tables equal the first run's byte for byte; others: steps." in verdict(
+        stored, again
+    )
+
+
+# Measured over the small suite: see docs/reliability.md.
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+
+
+def apart(a: pd.DataFrame, b: pd.DataFrame, keys: list[str]) -> float:
+    """Largest difference in units of the tolerance."""
+    both = a.merge(b, on=keys, validate="one_to_one", suffixes=("", "_other"))
+    assert len(both) == len(a) == len(b)
+    floats = [c for c in a.select_dtypes("floating") if c not in keys]
+    x, y = (both[floats].to_numpy(), both[[f"{c}_other" for c in floats]].to_numpy())
+    return float(np.nanmax(np.abs(x - y) / (ABSOLUTE + RELATIVE * np.abs(x))))
+
+
+@pytest.mark.parametrize("setting", ["threads=2", "text.batch=2"])
+def test_threads_and_batches_move_last_bits_only(folder: Path, setting: str) -> None:
+    """Forced chains: a free one may choose another draft where two are nearly as good."""
+    run = run_experiment(
+        small.spec(setting, 'axes.feedback=["pre_norm"]'),
+        folder / "run",
+        cache=folder / "cache" if "batch" in setting else None,
+        quiet=True,
+    )
+    plain, keys = RunDirectory.open(small.home() / "done"), ["cell", "prompt", "text", "depth"]
+    ours, theirs = run.steps, plain.steps
+    if "batch" in setting:
+        # Sampled texts belong to their place in the list, whatever the batch.
+        assert run.prompts["tokens_sha"].tolist() == plain.prompts["tokens_sha"].tolist()
+    ours = ours[ours["mode"] == "forced"]
+    theirs = theirs[(theirs["mode"] == "forced") & theirs["cell"].isin(ours["cell"])]
+    keys.append("anchor")
+    columns = [c for c in ours if c not in {"mode", "temperature"}]
+    far = apart(ours[columns], theirs[columns], keys)
+    print(f"{setting}: {far:.3g} of the tolerance")
+    assert far < 1
+
+
+def test_texts_probed_at_once_move_last_bits_only() -> None:
+    import pairs
+    import torch
+
+    from driftlab.config import MeasureSpec
+    from driftlab.engines.probe import probe
+
+    made, spec = pairs.drafter(), MeasureSpec(depth=4, modes=("forced",))
+    rows = [pairs.ids(n, seed=n).tolist() for n in (14, 20, 27)]
+    texts = [pairs.as_text(r[:4], r[4:], f"p{i}") for i, r in enumerate(rows)]
+    aux = [pairs.states(pairs.target(), torch.tensor([r]))[0] for r in rows]
+    together = probe(made, texts, aux, spec)
+    for text, states, both in zip(texts, aux, together, strict=True):
+        (alone,) = probe(made, [text], [states], spec)
+        for name, column in alone.tables["steps"].items():
+            if column.dtype.kind == "f":
+                np.testing.assert_allclose(
+                    both.tables["steps"][name], column, rtol=RELATIVE, atol=ABSOLUTE
+                )
+
+
+# --- from a manifest ------------------------------------------------------------------------------
+
+
+def manifest(**changes: Any) -> dict[str, Any]:
+    return {"versions": VERSIONS, "git": GIT, **changes}
+
+
+def test_differences_of_code_are_said() -> None:
+    assert differences(manifest(), VERSIONS, GIT) == []
+    other = {**VERSIONS, "torch": "2.1"}
+    assert differences(manifest(), other, GIT) == ["torch 2.0 then, 2.1 now"]
+    assert differences(manifest(), VERSIONS, {**GIT, "commit": "b" * 40}) == [
+        "commit aaaaaaaaaaaa then, bbbbbbbbbbbb now"
+    ]
+    assert (
+        "that no commit holds"
+        in differences(manifest(git={**GIT, "changed": True}), VERSIONS, GIT)[0]
+    )
+    assert len(differences(manifest(git=None, versions=None), VERSIONS, GIT)) == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 3}', '{"config": {"measure": {}}}'])
+def test_a_file_that_is_no_manifest(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(RunError, match=r"manifest\.json (cannot be read|describes no)"):
+        read_manifest(tmp_path)
+
+
+def test_the_command_runs_again_and_refuses_other_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(small.home())
+    monkeypatch.setattr(cli, "_finish", lambda run: None)
+    stored = json.loads((small.home() / "done" / "manifest.json").read_text())
+    path = folder / "manifest.json"
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["ablate", "--from", str(path), "--out", str(folder / "again"), *words])
+        said = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, said.out, said.err
+
+    stored["git"] = None
+    stored["versions"] = {**stored["versions"], "torch": "1.0"}
+    path.write_text(json.dumps(stored))
+    code, _, err = call()
+    assert code == 2
+    assert "was made by other code (got torch 1.0 then, " in err and "--other-code" in err
+    assert not (folder / "again").exists()
+    shutil.copytree(small.home() / "done", folder / "again")
+    code, out, _ = call("--other-code")
+    assert code == 0
+    assert "other code: torch 1.0 then" in out
+    assert "5 of 5 tables equal the first run's byte for byte" in out
+    assert call("--suite", "micro")[0] == 2
+
+
+def test_a_clock_that_goes_back_changes_nothing(folder: Path) -> None:
+    """Every file seems to be of tomorrow, and the clock of the second half says 1970."""
+    import datetime
+    import os
+    import time
+
+    with small.shrunk() as patch:
+        out = folder / "run"
+        shutil.copytree(small.home() / "done", out)
+        next((out / "shards").rglob("*.shard")).unlink()
+        (out / "steps.parquet").unlink()
+        tomorrow = time.time() + 86_400
+        for file in [*out.rglob("*"), *(small.home() / "cache").rglob("*")]:
+            os.utime(file, (tomorrow, tomorrow))
+        patch.setattr(time, "time", lambda: 1.0)
+        patch.setattr("driftlab.results.records._now", lambda: datetime.datetime.min.isoformat())
+        run_experiment(small.spec(), out, quiet=True)
+    assert small.contents(out) == small.contents(small.home() / "done")
