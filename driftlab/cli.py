@@ -438,6 +438,7 @@ def _finish(run: RunDirectory) -> None:
     from driftlab.results.figures import save_figures
     from driftlab.results.precision import precision_note
     from driftlab.results.report import write_report
+    from driftlab.results.slices import without_conditions
 
     tables = run.tables()
     drawn = save_figures(tables, run.path / "figures")
@@ -448,7 +449,7 @@ def _finish(run: RunDirectory) -> None:
     if said := precision_note(run.manifest.get("precision")):
         typer.echo(f"precision: {said}")
     typer.echo("")
-    typer.echo(_table(summary_table(tables)))
+    typer.echo(_table(summary_table(without_conditions(tables))))
     typer.echo("")
     for answer in answers(tables):
         typer.echo(f"- {answer.sentence}")

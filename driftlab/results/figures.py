@@ -23,7 +23,7 @@ from driftlab.results.answers import effects, load, preferred, summary
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import atomic_file
-from driftlab.results.slices import Slice, TextKind, modes, take
+from driftlab.results.slices import Slice, TextKind, modes, take, without_conditions
 from driftlab.results.stats import Estimate, bands
 
 if TYPE_CHECKING:
@@ -804,9 +804,11 @@ def save_figures(
 ) -> dict[str, dict[str, Path]]:
     """Every figure that the run has numbers for; see :func:`save_figure`.
 
+    An experiment with applied conditions is drawn without them.
+
     ``processes`` of them are forked to share the work: for callers that hold no threads.
     """
-    tables = load(run)
+    tables = without_conditions(load(run))
     names = [name for name, reason in available(tables).items() if not reason]
     if processes == 1:
         return {name: save_figure(tables, name, out) for name in names}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +87,21 @@ def text_kinds(tables: Tables) -> tuple[TextKind, ...]:
         for t, h in zip(pairs["text"], pairs["temperature"], strict=True)
     }
     return tuple(sorted(kinds, key=lambda k: (TEXTS.index(k.text), abs((k.temperature or 0) - 1))))
+
+
+def without_conditions(tables: Tables) -> Tables:
+    """``tables`` of an experiment with applied conditions, its unchanged drafters alone; those of
+    any other run as they are. Dozens of conditions are no lines of one figure."""
+    config = tables.manifest.get("config")
+    if not isinstance(config, Mapping) or not config.get("applied"):
+        return tables
+    plain = tables.cells[tables.cells["axis"] == "trained"]
+    kept = {
+        name: frame[frame["cell"].isin(plain["cell"])]
+        for name, frame in (("depths", tables.depths), ("heads", tables.heads))
+    }
+    fused = tables.fused[tables.fused["cell"].isin(plain["cell"])]
+    return replace(tables, cells=plain, **kept, fused=fused, extra={}, cache={})
 
 
 def modes(tables: Tables) -> tuple[Mode, ...]:
