@@ -141,6 +141,7 @@ def probe(
     temperature: Annotated[float, typer.Option(min=0, help="Of the measured text.")] = 0.0,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at a time; memory grows with it.")] = 16,
     out: Out = None,
     strict: Strict = False,
     device_map: DeviceMap = None,
@@ -157,7 +158,12 @@ def probe(
     opened = _open_target(target, device_map, tp_plan, cache=cache) if placed else target
     pair = lab.open(opened, drafter, strict=strict, cache=cache)
     measured = pair.probe(
-        prompts, depth=depth, temperature=temperature, max_new_tokens=tokens, limit=limit
+        prompts,
+        depth=depth,
+        temperature=temperature,
+        max_new_tokens=tokens,
+        limit=limit,
+        batch=batch,
     )
     measured.manifest["asked"] = asked
     _finish(measured.save(out))

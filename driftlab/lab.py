@@ -44,6 +44,7 @@ from driftlab.data.prompts import Prompt, Rendering, load_prompts
 from driftlab.data.text import Text
 from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
 from driftlab.engines.explain import explain_features
+from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.errors import ConfigError, DataError
 from driftlab.experiment.texts import (
@@ -54,6 +55,7 @@ from driftlab.experiment.texts import (
     prompt_rows,
     spread,
 )
+from driftlab.models import memory
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Captured, HookFn, attach, capture, points
@@ -406,6 +408,14 @@ class Lab:
         temperatures = _temperatures(temperature)
         found = self._sources(prompts, rendering, max_new_tokens)
         found = spread(found, limit)
+        longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
+        config = self.drafter.config
+        memory.refuse_too_large(
+            f"probing {batch} texts of up to {longest} tokens at once",
+            lambda n: memory.probing_bytes(config, n, longest, depth),
+            batch,
+            "--batch",
+        )
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
         condition = self.condition
         if rendering != RENDERING:
@@ -439,6 +449,9 @@ class Lab:
                 if s.origin is Origin.assumed
             },
             "versions": {n: version(n) for n in ("driftlab", "torch", "transformers")},
+            "precision": against_float32(
+                self.target, features.texts, self.drafter.config.boundaries
+            ),
         }
         return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)
 
@@ -513,6 +526,20 @@ class Lab:
         seed: int,
         batch: int,
     ) -> Features:
+        longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
+        shape, boundaries = self.target.shape, self.drafter.config.boundaries
+        memory.refuse_too_large(
+            f"capturing states of {batch} texts of up to {longest} tokens at once",
+            lambda n: memory.capturing_bytes(
+                n,
+                longest,
+                hidden=self.target.hidden_size,
+                intermediate=shape.intermediate_size,
+                boundaries=len(boundaries),
+            ),
+            batch,
+            "--batch",
+        )
         texts: list[Text] = []
         for temperature in temperatures:
             writing = Writing(max_new_tokens, temperature, seed, batch)
@@ -522,7 +549,7 @@ class Lab:
         return FeatureStore(self.cache / "states").build(
             self.target,
             sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
-            self.drafter.config.boundaries,
+            boundaries,
             dtype=dtype,
             batch=batch,
             progress="states of the target",
