@@ -118,7 +118,7 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind]) -> str:
         p = answer.p.get("effect", math.nan)
         details = [answer.basis]
         if not math.isnan(p):
-            details.append(f"p = {p:.2g} after Holm's correction for {_family(found)} comparisons")
+            details.append(f"p = {p:.2g} after Holm's correction for {_family(found, answer)} comparisons")
         details += _seeds(answer.estimates.get("effect"))
         rows.append(
             f"<dt>{_text(answer.question)}</dt>"
@@ -136,8 +136,11 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind]) -> str:
     )
 
 
-def _family(found: Sequence[Answer]) -> int:
-    return sum(not math.isnan(a.p.get("effect", math.nan)) for a in found)
+def _family(found: Sequence[Answer], answer: Answer) -> int:
+    """Comparisons that are corrected together with ``answer``'s."""
+    explored = answer.role == "exploratory"
+    family = [a for a in found if (a.role == "exploratory") == explored]
+    return sum(not math.isnan(a.p.get("effect", math.nan)) for a in family)
 
 
 def _seeds(effect: Estimate | None) -> list[str]:
