@@ -118,7 +118,8 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind]) -> str:
         p = answer.p.get("effect", math.nan)
         details = [answer.basis]
         if not math.isnan(p):
-            details.append(f"p = {p:.2g} after Holm's correction for {_family(found, answer)} comparisons")
+            family = _family(found, answer)
+            details.append(f"p = {p:.2g} after Holm's correction for {family} comparisons")
         details += _seeds(answer.estimates.get("effect"))
         rows.append(
             f"<dt>{_text(answer.question)}</dt>"
