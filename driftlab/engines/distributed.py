@@ -1,8 +1,8 @@
 """Several processes that train one drafter together; accelerate starts and joins them.
 
 ``accelerate launch --num_processes N -m driftlab.cli train ...`` starts N equal processes. Each
-takes its share of every batch's texts, and sums of losses, counts and gradients run over all, so
-that N processes compute what one computes with the same batch. The first process owns the run;
+takes its share of every batch's texts, and losses and gradients are summed over all, so that N
+processes compute what one computes with the same batch. The first process owns the run;
 the others only train what it announces.
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from driftlab.data.features import Batch
 
 
 class Ranks:
@@ -36,38 +34,17 @@ class Ranks:
         state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
         return cls(state.process_index, state.num_processes, state.device)
 
-    def share(self, batch: Batch) -> Batch:
-        """This process's texts of ``batch``, as wide as the whole.
-
-        A process that gets none keeps one text without its response: it bears no loss, and takes
-        part in every sum.
-        """
-        if self.size == 1:
-            return batch
-        rows = list(range(self.rank, len(batch.rows), self.size))
-        lengths = batch.lengths[rows]
-        if not rows:
-            rows, lengths = [0], batch.prompt_lens[:1]
-        return Batch(
-            batch.tokens[rows],
-            lengths,
-            batch.prompt_lens[rows],
-            batch.aux[rows],
-            batch.last[rows],
-            tuple(batch.rows[i] for i in rows),
-        )
+    @property
+    def mine(self) -> slice:
+        """This process's texts of a batch. They go round: like lengths stand side by side."""
+        return slice(self.rank, None, self.size)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum of ``value`` over the processes; no gradient flows."""
-        return self._reduced(value, torch.distributed.ReduceOp.SUM) if self.size > 1 else value
-
-    def lowest(self, value: Tensor) -> Tensor:
-        """Smallest ``value`` of the processes."""
-        return self._reduced(value, torch.distributed.ReduceOp.MIN) if self.size > 1 else value
-
-    def _reduced(self, value: Tensor, how: Any) -> Tensor:
+        if self.size == 1:
+            return value
         sent = value.detach().to(self._device, copy=True)  # NCCL sums what lies on its device
-        torch.distributed.all_reduce(sent, how)
+        torch.distributed.all_reduce(sent)
         return sent.to(value.device)
 
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
