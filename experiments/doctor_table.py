@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from driftlab import doctor
-from driftlab.config import Feedback, FusionNorm, Residual
+from driftlab.config import Feedback, FusionNorm, Residual, TargetSpec
 from driftlab.data.corpus import sources
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.doctor.candidates import changes
+from driftlab.experiment import open_target
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.checkpoints.profiles import Reading, build
 from driftlab.models.drafter import Drafter
@@ -112,7 +113,7 @@ def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:
 
 def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> None:
     """Faults planted in trained drafters of one target, all on the same texts."""
-    target = Target.load(source)
+    target = open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
     prompts = None if shortest is None else short_prompts(target, shortest)
     on = doctor.bench(target, tokens=tokens, prompts=prompts)
     anchors = f"{len(on.texts)} texts, {sum(len(t.continuation) for t in on.texts)} tokens"
@@ -136,7 +137,7 @@ def short_prompts(target: Target, n: int) -> list[list[int]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", nargs="?", help="folder, .gguf file or hub id")
+    parser.add_argument("target", nargs="?", help="folder, .gguf file, hub id, or micro")
     parser.add_argument("drafters", nargs="*", help="folders of drafters for it")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--shortest", type=int, help="use this many of the shortest prompts")

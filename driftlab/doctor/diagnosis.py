@@ -207,7 +207,8 @@ def _runtimes(runtimes: Sequence[Runtime]) -> Iterable[str]:
         if r.score is not None:
             length = f"{r.score.accepted_drafts:.2f} of {DEPTH} accepted"
             shown = f"  {_joined(r.score.acceptance)}  {length}"
-        yield f"  {r.profile:<9} {word:<8}{shown}".rstrip()
+        name = "as read" if r.profile is Profile.trained else str(r.profile)
+        yield f"  {name:<9} {word:<8}{shown}".rstrip()
         for text in [*([r.refused] if r.refused else []), *map(str, r.patches), *r.notes]:
             yield from _wrap(text, "            - ", "              ")
 
