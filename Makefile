@@ -1,5 +1,6 @@
 # `make help` lists the targets. Everything runs inside .venv, which `make setup` builds from
-# requirements.lock; after that nothing but `make smollm2` asks the network for anything.
+# requirements.lock; after that only `make smollm2` and `make vllm-check` ask the network for
+# anything.
 
 PYTHON ?= python3
 VENV   := .venv

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from driftlab.config import DrafterConfig, Feedback, FusionNorm, Residual, TrainSpec
 from driftlab.data.features import FeatureStore
@@ -141,6 +142,12 @@ class Pair:
 def memorised_target() -> Target:
     """M's target."""
     model = tiny_llama(vocab_size=VOCAB, hidden_size=WIDTH, layers=LAYERS, max_position=256)
+    memorise(model)
+    return Target.from_model(model, name="M", eos_ids=())
+
+
+def memorise(model: LlamaForCausalLM) -> None:
+    """Train ``model`` until its greedy text follows the rule."""
     steps = 150
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 1e-2, total_steps=steps)
@@ -153,7 +160,6 @@ def memorised_target() -> Target:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
-    return Target.from_model(model, name="M", eos_ids=())
 
 
 def lessons(n: int = 400, *, length: int = 32) -> list[Text]:

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -139,7 +140,12 @@ def check(python: Path, pair: Pair, kinds: Sequence[str]) -> tuple[Recording, bo
             print(f"{kind}: {note}")
     begun = time.monotonic()
     made = serve(python, pair, exports)
-    print(f"vLLM {made['vllm']}: {time.monotonic() - begun:.0f} s\n\n{HEADER}", flush=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"vLLM {made['vllm']}: {time.monotonic() - begun:.0f} s, "
+        f"{used.ru_utime + used.ru_stime:.0f} s of CPU so far\n\n{HEADER}",
+        flush=True,
+    )
     cases = {k: tuple(map(Served.by_vllm, found)) for k, found in made["served"].items()}
     right = True
     for kind in kinds:

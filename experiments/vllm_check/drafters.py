@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from driftlab.config import DrafterConfig, Feedback, FusionNorm, Residual, Rope, TrainSpec
 from driftlab.data.corpus import Writing, sources, write_corpus
@@ -32,6 +33,7 @@ from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
 
+logging.disable_progress_bar()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 import pairs  # noqa: E402
@@ -118,7 +120,7 @@ FIVE = (2, 9, 15, 21, 27)
 LESSONS = Writing(max_new_tokens=80, temperature=0.8, seed=0, batch=24)
 SHORT = TrainSpec(ttt=2, steps=40, batch=1, max_length=128, lr=1e-3, head_init=0.3)
 VOCABULARY = 4096
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 BRIEF = Question("brief", "chat", "Reply with one word: what is the capital of France?")
 
 
@@ -161,7 +163,7 @@ def smollm2() -> Pair:
         model.config.quantization_config = None
         model.save_pretrained(folder, max_shard_size="8GB")
     held = load_prompts("held-out")
-    questions = [BRIEF, *(held[i * len(held) // 4] for i in range(4))]
+    questions = [BRIEF, *(held[i * len(held) // 3] for i in range(3))]
     prompts = tuple(
         Prompt(source.tokens, tuple(sorted(target.eos_ids)), NEW_TOKENS)
         for source in sources(questions, target.tokenizer, Rendering("auto"))
