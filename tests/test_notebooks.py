@@ -35,6 +35,7 @@ def test_runs_from_the_top(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("MPLBACKEND", raising=False)
     work = tmp_path / "notebooks"
     work.mkdir()
+    (tmp_path / "papers").symlink_to(NOTEBOOKS[0].parent.parent / "papers")
     notebook = nbformat.read(shutil.copy(path, work), as_version=4)
     NotebookClient(
         notebook, timeout=540, kernel_name="python3", resources={"metadata": {"path": str(work)}}

@@ -99,3 +99,9 @@ def _tally(paper: Paper) -> str:
         rows.append([label, *(str(sum(j.verdict == k for j in judged)) for k in kinds)])
     names = [*kinds[:3], "open: up", "open: down", *kinds[5:]]
     return _grid(["", *names], rows, ", ".join(["auto"] * (len(kinds) + 1)))
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(compile_note(sys.argv[1]))

@@ -119,7 +119,7 @@ class Numbers:
         for g in self.free.groups:
             if f"{g.fusion_norm}+{g.feedback}" != variant or g.residual != "raw":
                 continue
-            if g.condition != condition or g.attention_gate != gate:
+            if g.condition != condition or g.attention_gate != gate or g.alignment:
                 continue
             if ttt is None or g.ttt == ttt:
                 return g

@@ -213,16 +213,23 @@ def reduce(run: RunDirectory, out: Path) -> None:
         bits = ((bits + np.uint32(1 << (drop - 1))) >> np.uint32(drop)) << np.uint32(drop)
         return pa.chunked_array([pa.array(bits.view(np.float32), mask=~there)])
 
+    config = run.manifest.get("config") or {}
+    conditions = (config.get("applied") or {}).get("conditions") or ()
+    named = [c["name"] for c in conditions if c.get("temperature") is not None]
+    own_text = tables.cells.loc[tables.cells["condition"].isin(named), "cell"].astype(str).tolist()
     noted: dict[str, Any] = {}
-    for name in SMALL:
+    for name in (*SMALL, *sorted(tables.extra)):
         table = pq.read_table(run.path / f"{name}.parquet")
         if name == "heads":
             table = table.slice(0, 0)
         elif "text" in table.column_names:
-            table = table.filter(pc.equal(table["text"], kind.text))
+            wanted = pc.equal(table["text"], kind.text)
+            if "cell" in table.column_names:  # a condition may have a temperature of its own
+                wanted = pc.or_(wanted, pc.is_in(table["cell"], pa.array(own_text, pa.string())))
+            table = table.filter(wanted)
         if name == "depths":
             table = table.select([c for c in table.column_names if c in columns])
-        if name in ("depths", "fused"):
+        if name not in ("cells", "prompts", "texts"):
             for i, found in enumerate(table.schema):
                 if pa.types.is_floating(found.type) and found.name != "temperature":
                     new = pa.field(found.name, pa.float32(), found.nullable, found.metadata)
