@@ -426,7 +426,14 @@ def test_the_same_token_at_depth_1(given: tuple[Tensor, Tensor]) -> None:
     tokens, aux = given
     with torch.no_grad():
         (fresh,) = unroll(drafter, tokens[None], aux[None], depth=1, mode="forced")
-    engine = [step.state.pre[0].numpy() for step in steps(drafter, given)]
+    received: dict[int, Tensor] = {}
+    with attach(drafter, "feedback.in", lambda u, m: received.__setitem__(m.depth, u[0])):
+        engine = [step.state.pre[0].numpy() for step in steps(drafter, given)]
+    # What a raw residual does not hold already was written.
+    written = [states - received[d].numpy() for d, states in enumerate(engine[1:], start=2)]
+    with attach(drafter, "feedback.in", lambda u, m: received.__setitem__(m.depth, u[0])):
+        next(unroll(drafter, tokens[None], aux[None], depth=1, mode="forced"))
+    written = [(fresh.state.pre[0] - received[1]).numpy(), *written]
     for d, states in enumerate(engine, start=1):
         same = fresh.state.pre[0, d - 1 : d - 1 + ANCHORS].numpy()
         cosines = (states * same).sum(-1)
@@ -435,6 +442,10 @@ def test_the_same_token_at_depth_1(given: tuple[Tensor, Tensor]) -> None:
         unit = states / np.linalg.norm(states, axis=-1, keepdims=True)
         near = (unit @ unit.T)[np.triu_indices(ANCHORS, 1)]
         assert found["cosine_other"][d - 1] == pytest.approx(near.mean(), abs=1e-5)
+        wrote = [written[d - 1][:ANCHORS], written[0][d - 1 : d - 1 + ANCHORS]]
+        cosines = (wrote[0] * wrote[1]).sum(-1)
+        cosines /= np.linalg.norm(wrote[0], axis=-1) * np.linalg.norm(wrote[1], axis=-1)
+        assert found["cosine_write_same_token"][d - 1] == pytest.approx(cosines.mean(), abs=1e-4)
         own = last[d : d + ANCHORS]
         assert found["effective_rank_target"][d - 1] == pytest.approx(effective_rank(own))
     assert found["cosine_same_token"][0] == pytest.approx(1)

@@ -31,14 +31,15 @@ PROMPT_LEN, SIZE = 4, 20
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Drafter, Text, Item]:
-    """A trained drafter, one text that its target wrote, and the states."""
-    trained = pairs.trained("per_layer+post_norm+raw")
-    tokens = pairs.prompts(1, seed=5, length=SIZE)[0]
+    """A drafter, one text of which a draft can name the half, and the states."""
+    drafter = pairs.drafter(fusion_norm="per_layer", feedback="post_norm")
+    ids = pairs.ids(1, SIZE, seed=9)
+    ids[0, ::2] = drafter.draft_to_target[: SIZE // 2]
+    tokens = ids[0].tolist()
     text = pairs.as_text(tokens[:PROMPT_LEN], tokens[PROMPT_LEN:])
-    ids = torch.tensor([tokens])
-    out = trained.target.forward(ids, torch.tensor([SIZE]), pairs.BOUNDARIES, logits=False)
+    out = pairs.target().forward(ids, torch.tensor([SIZE]), pairs.BOUNDARIES, logits=False)
     item = Item(tokens=ids[0], prompt_len=PROMPT_LEN, aux=out.aux[0], last=out.last[0])
-    return trained.drafter, text, item
+    return drafter, text, item
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +82,16 @@ def test_rows_are_means_of_the_functions(rows: Columns, pair: tuple[Drafter, Tex
         prompt_len=PROMPT_LEN,
         anchors=anchors,
     )
+    known = effects.known[:, 3]
+    assert 0 < int(known.sum()) < len(anchors)
     for i, region in enumerate(REGIONS):
-        assert value(rows, "mass", region, 4) == pytest.approx(
-            float(effects.mass[i, :, 3].mean()), abs=1e-5
-        )
-    assert value(rows, "effect", "sink", 2) == pytest.approx(
-        float(effects.direct[0, :, 1].mean()), abs=1e-4
-    )
+        wanted = float(effects.mass[i, known, 3].mean())
+        assert value(rows, "mass", region, 4) == pytest.approx(wanted, abs=1e-5)
+    wanted = float(effects.direct[0, known, 3].mean())
+    assert value(rows, "effect", "sink", 4) == pytest.approx(wanted, abs=1e-4)
+    keys = zip(rows["measure"], rows["part"], rows["depth"], strict=True)
+    n = dict(zip(keys, rows["n"], strict=True))
+    assert n["effect", "sink", 4] == int(known.sum()) and n["lens_draft", "resid.mid", 4] == 5
     states = attribution.state_geometry(
         drafter, *given, depth=4, last=item["last"], anchors=explainable(text, SPEC, 7)
     )

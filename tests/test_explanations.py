@@ -53,6 +53,8 @@ def level(measure: str, part: str, depth: int, feedback: str) -> float:
         ("shapley", "boundary 27"): 1.0,
         ("cosine", "previous"): 0.9 if stacked else 0.3,
         ("cosine", "same_token"): 0.4 if stacked else 0.7,
+        ("cosine", "write_previous"): 0.2,
+        ("cosine", "write_same_token"): 0.6,
         ("cosine", "other"): 0.1,
         ("geometry", "token"): 0.5,
         ("geometry", "anchor"): 0.2,
@@ -71,6 +73,7 @@ KEYS = [
     *[("effect", r) for r in ("sink", "prompt_mass", "generated", "draft_mass")],
     *[(m, boundary_part(b)) for m in ("share", "shapley") for b in (2, 15, 27)],
     *[("cosine", p) for p in ("previous", "same_token", "other")],
+    *[("cosine", f"write_{p}") for p in ("previous", "same_token")],
     *[("geometry", p) for p in ("token", "anchor")],
     ("rank", "state"),
     *[("lens_draft", p) for p in ("feedback.in", "resid.mid")],
@@ -219,11 +222,14 @@ def test_noise_is_no_disagreement() -> None:
 
 def test_stack_and_autoregressor_are_told_apart(agreed: Explained) -> None:
     pre, post = said(agreed, "layer of a stack")
-    assert pre.startswith("none+pre_norm, depth 4:") and "by this a layer of a stack" in pre
-    assert post.startswith("none+post_norm, depth 4:") and "by this an autoregressor" in post
+    assert pre.startswith("none+pre_norm, depth 4:") and "on a residual stream" in pre
+    assert post.startswith("none+post_norm, depth 4:") and ": an autoregressor. What" in post
     assert "effective rank goes from 19.0" in pre and "to 16.0" in pre
-    unsure = said(made(noise=5.0), "layer of a stack")
-    assert all("no evidence either way" in s for s in unsure)
+    refines = made({("cosine", "write_previous"): 0.9})
+    pre, post = said(refines, "layer of a stack")
+    assert ": a layer of a stack. What" in pre and ": undecided" in post
+    unsure = said(made(noise=8.0), "layer of a stack")
+    assert all(": no evidence either way." in s for s in unsure)
 
 
 def test_what_the_norms_change(agreed: Explained) -> None:

@@ -359,6 +359,8 @@ def state_geometry(
     at depth 1), ``cosine_same_token`` with the depth-1 state that guesses the same token, from
     anchor t + depth - 1 (1 at depth 1; forced chains only read the same tokens), and
     ``cosine_other``, mean over pairs of anchors at one depth: what unrelated states share.
+    ``cosine_write_previous``, ``cosine_write_same_token``: the same of what attention and MLP
+    write at that depth, which leaves out what the residual stream only carries on.
     ``cosine_target``: of ``state.post`` with the target's own state after its final norm at the
     same position, ``last`` [S, Ht] (NaN without it, or where widths differ).
     ``effective_rank`` of the anchors' ``state.pre`` (:func:`effective_rank`), and
@@ -371,21 +373,31 @@ def state_geometry(
     tokens, aux, anchors = _checked(tokens, aux, depth, anchors)
     nan = float("nan")
     rows = []
-    previous: Tensor | None = None
-    with torch.no_grad(), capture(drafter, "state.pre", depths=[1]) as kept:
+    previous: tuple[Tensor, Tensor] | None = None
+    sites = ["state.pre", "*attn.out", "*mlp.out"]
+    with torch.no_grad(), capture(drafter, sites) as kept:
         fused = drafter.fuse(aux[None, :-1])
         for link in _chain(drafter, tokens, fused, depth, mode, anchors):
             pre, post, d = link.state.pre[0], link.state.post[0], link.depth
-            fresh = kept["state.pre", 1][0, anchors + d - 1]
+            written = torch.stack(
+                [v[0] for (site, at), v in kept.items() if at == d and site != "state.pre"]
+            ).sum(dim=0)
+            if d == 1:
+                fresh = kept["state.pre", 1][0], written
+                written = written[anchors]
             row = {
                 "depth": d,
-                "cosine_previous": nan if previous is None else float(cosine(pre, previous).mean()),
-                "cosine_same_token": float(cosine(pre, fresh).mean()),
+                **dict.fromkeys(("cosine_previous", "cosine_write_previous"), nan),
+                "cosine_same_token": float(cosine(pre, fresh[0][anchors + d - 1]).mean()),
+                "cosine_write_same_token": float(cosine(written, fresh[1][anchors + d - 1]).mean()),
                 "cosine_other": float(_pairs(pre).mean()) if len(pre) > 1 else nan,
                 "effective_rank": effective_rank(pre),
                 **dict.fromkeys(("cosine_target", "effective_rank_target"), nan),
                 **dict.fromkeys(("geometry_token", "geometry_anchor"), nan),
             }
+            if previous is not None:
+                row["cosine_previous"] = float(cosine(pre, previous[0]).mean())
+                row["cosine_write_previous"] = float(cosine(written, previous[1]).mean())
             if last is not None:
                 own = last[anchors + d].to(post.dtype)
                 if own.shape[-1] == post.shape[-1]:
@@ -394,7 +406,7 @@ def state_geometry(
                 row["geometry_token"] = geometry(pre, own)
                 row["geometry_anchor"] = geometry(pre, last[anchors].to(post.dtype))
             rows.append(row)
-            previous = pre
+            previous = pre, written
     return pd.DataFrame(rows)
 
 

@@ -35,6 +35,8 @@ from driftlab.results.slices import TEXTS
 
 Columns = dict[str, list[Any]]
 
+_PAST = ("previous", "same_token")
+
 EXPLAINED = 1
 """Version of what is measured; folders of another version are made anew elsewhere."""
 
@@ -184,8 +186,8 @@ def _states(
     )
     for row in moves.to_dict("records"):
         d = int(row["depth"])
-        for name in ("previous", "same_token", "other", "target"):
-            if name != "same_token" or d > 1:
+        for name in (*(f"{w}{p}" for w in ("", "write_") for p in _PAST), "other", "target"):
+            if d > 1 or not name.endswith("same_token"):
                 rows.add("cosine", name, d, row[f"cosine_{name}"], n)
         rows.add("rank", "state", d, row["effective_rank"], n)
         rows.add("rank", "target", d, row["effective_rank_target"], n)

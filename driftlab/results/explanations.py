@@ -40,7 +40,7 @@ from driftlab.results.shards import (
     write_shard,
 )
 from driftlab.results.slices import Group, groups, resamples
-from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm, power_note
+from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +71,9 @@ MEASURES: dict[str, Measure] = {
     "lens_read": Measure("share", "feedback.in, resid.mid", "the lens reads the token just read"),
     "lens_logprob": Measure("nats", "feedback.in, resid.mid, state.pre", "log p(truth) there"),
     "cosine": Measure(
-        "1", "previous, same_token, other, target", "of the state with another (docs/explain.md)"
+        "1",
+        "previous, same_token, write_previous, write_same_token, other, target",
+        "of the state, or of what the layer writes, with another (docs/explain.md)",
     ),
     "rank": Measure("1", "state, target", "effective rank of the states over the anchors"),
     "geometry": Measure("1", "token, anchor", "correlation of the states' and target's geometry"),
@@ -466,46 +468,67 @@ def _stacked(found: Explained) -> list[Answer]:
     depth = found.depths[-1]
     if depth < 2:
         return []
-    rows = []
-    for group in found.groups:
-        moved = found.difference(group, ("cosine", "same_token"), ("cosine", "previous"), depth)
-        token = found.difference(group, ("geometry", "token"), ("geometry", "anchor"), depth)
-        rows.append((group, moved, token))
-    adjusted = holm({group.label: moved for group, moved, _ in rows})
-    out = []
-    for group, moved, token in rows:
-        same, before, other = (
-            found.estimate(group, "cosine", part, depth)
-            for part in ("same_token", "previous", "other")
+    moved = {
+        (group.label, write): found.difference(
+            group, ("cosine", f"{write}same_token"), ("cosine", f"{write}previous"), depth
         )
+        for group in found.groups
+        for write in ("", "write_")
+    }
+    adjusted = holm({f"{label}{write}": e for (label, write), e in moved.items()})
+    out = []
+    for group in found.groups:
+        state, written = (moved[group.label, write] for write in ("", "write_"))
+        p = {w: adjusted.get(f"{group.label}{w}", math.nan) for w in ("", "write_")}
+        told = {
+            name: found.estimate(group, "cosine", name, depth)
+            for name in ("same_token", "previous", "write_same_token", "write_previous", "other")
+        }
+        token = found.difference(group, ("geometry", "token"), ("geometry", "anchor"), depth)
         lens = found.estimate(group, "lens_draft", "feedback.in", depth)
         ranks = [found.estimate(group, "rank", "state", d) for d in (found.depths[0], depth)]
-        p = adjusted.get(group.label, math.nan)
-        if not (moved.differs and p < ALPHA):
-            verdict = f"no evidence either way (difference {moved.short}; {power_note(moved)})"
-        else:
-            verdict = "an autoregressor" if moved.value > 0 else "a layer of a stack"
-            verdict = f"by this {verdict} (difference {moved.short})"
+        sides = tuple(
+            int(np.sign(e.value)) if e.differs and p[w] < ALPHA else 0
+            for w, e in (("", state), ("write_", written))
+        )
         sentence = (
-            f"{group.label}, depth {depth}: the state has cosine {same.short} with the depth-1 "
-            f"state of the same token and {before.short} with its own state a depth before "
-            f"(unrelated states: {other.short}): {verdict}. What it receives already names the "
-            f"drafted token in {lens.short} of cases; its effective rank goes from "
-            f"{ranks[0].short} to {ranks[1].short}; its geometry follows the target's states of "
-            f"the token more than of the anchor by {token.short}."
+            f"{group.label}, depth {depth}: the state has cosine {told['same_token'].short} with "
+            f"the depth-1 state of the same token and {told['previous'].short} with its own a "
+            f"depth before (difference {state.short}; unrelated states: {told['other'].short}); "
+            f"what the layer writes has {told['write_same_token'].short} and "
+            f"{told['write_previous'].short} (difference {written.short}): {_VERDICTS[sides]}. "
+            f"What it receives already names the drafted token in {lens.short} of cases; its "
+            f"effective rank goes from {ranks[0].short} to {ranks[1].short}; its geometry follows "
+            f"the target's states of the token more than of the anchor by {token.short}."
         )
         numbers = {
-            "same token": same,
-            "previous": before,
-            "other": other,
-            "difference": moved,
+            **told,
+            "state": state,
+            "write": written,
             "lens": lens,
             "rank at first": ranks[0],
             "rank at last": ranks[1],
             "geometry": token,
         }
-        out.append(Answer(question, sentence, numbers, found.basis, {"difference": p}))
+        out.append(
+            Answer(question, sentence, numbers, found.basis, {"state": p[""], "write": p["write_"]})
+        )
     return out
+
+
+_VERDICTS = {
+    (1, 1): "an autoregressor",
+    (-1, -1): "a layer of a stack",
+    (-1, 1): "an autoregressor on a residual stream: it carries its state on, and what it adds is "
+    "made anew for the token",
+    (1, -1): "undecided: the state is the token's, what is written is the chain's",
+    (1, 0): "an autoregressor by its state; what is written shows no evidence either way",
+    (-1, 0): "a layer of a stack by its state; what is written shows no evidence either way",
+    (0, 1): "an autoregressor by what it writes; the state shows no evidence either way",
+    (0, -1): "a layer of a stack by what it writes; the state shows no evidence either way",
+    (0, 0): "no evidence either way",
+}
+"""By the sign of same_token minus previous: of the state, and of what is written."""
 
 
 _SUBJECTS = {
@@ -529,13 +552,14 @@ def _norms(found: Explained) -> list[Answer]:
 
     layers = found.parts("shapley")
     measured: dict[str, dict[tuple[str, str], Sample]] = {
-        f"how much closer the state at depth {last} is to the same token's than to the depth "
+        f"how much closer {what} at depth {last} is to the same token's than to the depth "
         "before (cosines)": {
             (g.fusion_norm, g.feedback): minus(
-                g, ("cosine", "same_token"), ("cosine", "previous"), last
+                g, ("cosine", f"{write}same_token"), ("cosine", f"{write}previous"), last
             )
             for g in plain
-        },
+        }
+        for what, write in (("the state", ""), ("what is written", "write_"))
     }
     if layers:
         measured[f"the worth of the state at {layers[-1]} for the first draft (nats)"] = {
