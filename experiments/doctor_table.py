@@ -21,7 +21,7 @@ from driftlab.config import Feedback, FusionNorm, Residual, TargetSpec
 from driftlab.data.corpus import sources
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.doctor.candidates import changes
-from driftlab.experiment import open_target
+from driftlab.experiment.texts import open_target
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.checkpoints.profiles import Reading, build
 from driftlab.models.drafter import Drafter
