@@ -18,19 +18,22 @@ from torch.nn import functional
 from driftlab.config import TrainSpec
 from driftlab.data.features import Batch, Features, FeatureStore
 from driftlab.data.text import Text
+from driftlab.engines import train as train_module
 from driftlab.engines.anchors import unroll
 from driftlab.engines.train import (
+    SoftTargets,
     TrainResult,
     choose_vocabulary,
     initialise,
-    soft_targets,
     train,
     ttt_loss,
 )
 from driftlab.errors import CheckpointError, ContractError, DataError, NumericsError
+from driftlab.models import drafter as drafter_module
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Frozen, freeze
+from driftlab.models.hooks import attach
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
 
@@ -119,7 +122,7 @@ def test_the_loss_is_the_one_that_is_described(prompt_lens: list[int]) -> None:
     """Text by text and anchor by anchor, with the target's distributions from its own logits."""
     batch, made = made_batch([3, 6, 9], prompt_lens), pairs.drafter()
     spec = TrainSpec(ttt=4, decay=0.7)
-    targets = soft_targets(pairs.target(), batch.last, made.draft_to_target)
+    targets = SoftTargets(pairs.target(), made.draft_to_target)
     with torch.no_grad():
         loss, counted = ttt_loss(made, batch, targets, spec)
     terms: list[list[float]] = [[] for _ in range(spec.ttt)]
@@ -147,7 +150,7 @@ def test_texts_shorter_than_the_depths_bear_what_they_can() -> None:
     """Report 45: two tokens have one anchor and nothing to guess."""
     made = pairs.drafter(draft_vocab_size=97)
     batch = made_batch([2, 3], [1, 1])
-    targets = soft_targets(pairs.target(), batch.last, made.draft_to_target)
+    targets = SoftTargets(pairs.target(), made.draft_to_target)
     loss, counted = ttt_loss(made, batch, targets, TrainSpec(ttt=6))
     assert counted == 1 and math.isfinite(loss.item())
 
@@ -169,10 +172,109 @@ def test_soft_targets_keep_scale_and_cap() -> None:
     last = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1)) * 3
     teacher, kept = Capped(), torch.tensor([1, 5, 90])
     wanted = teacher.head(last)[..., kept].softmax(-1)
-    torch.testing.assert_close(soft_targets(teacher, last, kept), wanted)
+    torch.testing.assert_close(SoftTargets(teacher, kept)(last), wanted)
     everything = torch.arange(97)
-    whole = soft_targets(teacher, last, everything)
+    whole = SoftTargets(teacher, everything)(last)
     torch.testing.assert_close(whole, teacher.head(last).softmax(-1))
+
+
+# --- how it is computed -------------------------------------------------------------------------
+
+
+def gradients(made: Drafter, loss: Tensor) -> dict[str, Tensor]:
+    made.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None}
+
+
+def assert_close_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert float((found[name] - grad).norm()) <= 2e-5 * float(grad.norm()) + 1e-7, name
+
+
+VARIED: list[dict[str, Any]] = [
+    {"fusion_norm": "per_layer", "feedback": "post_norm"},
+    {"attention_gate": True, "qkv_bias": True, "residual": "normed"},
+    {"num_layers": 2, "windows": (None, 2), "logit_scale": 0.5},
+    {"windows": (2,), "window_moves": True, "logits_from_raw": True},
+    {
+        "num_kv_heads": 4,
+        "mla": {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 6}
+        | {"qk_rope_head_dim": 4, "v_head_dim": 5},
+    },
+]
+
+
+@pytest.mark.parametrize("changes", VARIED, ids=str)
+@pytest.mark.parametrize("prompt_lens", [[1, 3, 4], [4, 5, 6]])
+def test_gradients_are_those_of_the_plain_unroll(
+    changes: dict[str, Any], prompt_lens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch differentiates `unroll` and its own cross entropy; blocks of few rows, either way."""
+    monkeypatch.setattr(drafter_module, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(train_module, "_block_rows", lambda device, vocabulary: 8)
+    batch, made = made_batch([5, 8, 11], prompt_lens), pairs.drafter(**changes)
+    made.requires_grad_(True)
+    spec = TrainSpec(ttt=4, decay=0.7)
+    targets = SoftTargets(pairs.target(), made.draft_to_target)
+    loss, counted = ttt_loss(made, batch, targets, spec)
+    ours = gradients(made, loss)
+    first = min(prompt_lens) - 2 if min(prompt_lens) > 2 else 0
+    anchors = torch.arange(first, 10)
+    total, n = torch.zeros(()), 0
+    with attach(made, "*attn.pattern", lambda value, moment: None):  # torch's own gradient
+        steps = unroll(
+            *(made, batch.tokens, batch.aux),
+            depth=4,
+            mode="forced",
+            lengths=batch.lengths,
+            anchors=anchors,
+        )
+        for k, step in enumerate(steps):
+            position = anchors + 2 + k
+            known = (step.truth >= 0) & (position >= batch.prompt_lens[:, None])
+            keep = known & (made.target_to_draft[step.truth.clamp(min=0)] >= 0)
+            p = targets(batch.last)[:, (position - 1).clamp(max=10)]
+            if keep.any():
+                total = total + 0.7**k * functional.cross_entropy(step.logits[keep], p[keep])
+                n += int(keep.sum())
+    assert counted == n and loss.item() == pytest.approx(total.item(), rel=1e-6)
+    assert_close_gradients(ours, gradients(made, total))
+
+
+def test_a_hook_that_reads_the_embedding_changes_nothing() -> None:
+    """It is then computed at every depth, and not once for all."""
+    batch, made = made_batch([5, 8, 11], [1, 2, 3]), pairs.drafter().requires_grad_(True)
+    targets = SoftTargets(pairs.target(), made.draft_to_target)
+    bare, _ = ttt_loss(made, batch, targets, TrainSpec())
+    depths: list[int] = []
+    with attach(made, "token.*", lambda value, moment: depths.append(moment.depth)):
+        watched, _ = ttt_loss(made, batch, targets, TrainSpec())
+    assert sorted(set(depths)) == [1, 2, 3, 4]
+    assert watched.item() == pytest.approx(bare.item(), rel=1e-6)
+    assert_close_gradients(gradients(made, watched), gradients(made, bare))
+
+
+def test_what_a_step_keeps_for_its_gradient_grows_with_the_text() -> None:
+    """Neither patterns nor logits: twice the text keeps twice as much."""
+    made = pairs.drafter(feedback="post_norm").requires_grad_(True)
+    targets = SoftTargets(pairs.target(), made.draft_to_target)
+
+    def kept(length: int) -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        batch = made_batch([length], [1])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            ttt_loss(made, batch, targets, TrainSpec())
+        return sum(sizes.values())
+
+    small, large = kept(120), kept(240)
+    assert large < 2.1 * small
 
 
 # --- frozen parts -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ run in one pass per depth, exactly as stepping through them one by one would giv
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -64,28 +65,18 @@ def unroll(
     DataError: a text of fewer than two tokens. ContractError: aux of another length, or
         anchors that are none, do not ascend, or lie outside the text.
     """
+    _check(tokens, aux)
     batch, size = tokens.shape
-    if size < 2:
-        raise DataError(
-            "a chain needs one position with captured states and one known token after it",
-            got=f"a text of {size} token(s)",
-            remedy="Give longer texts.",
-        )
-    if aux.shape[:2] != tokens.shape:
-        raise ContractError(
-            "captured states and tokens differ in shape",
-            got=f"{tuple(aux.shape[:2])} and {tuple(tokens.shape)}",
-        )
     device = tokens.device
     if lengths is None:
         lengths = torch.full((batch,), size, device=device)
     if anchors is None:
         anchors = torch.arange(size - 1, device=device)
-    inside = len(anchors) and int(anchors[0]) >= 0 and int(anchors[-1]) < size - 1
-    if not inside or bool((anchors.diff() <= 0).any()):
+    chosen = anchors.tolist()
+    ascend = all(a < b for a, b in itertools.pairwise(chosen))
+    if not chosen or not ascend or chosen[0] < 0 or chosen[-1] > size - 2:
         raise ContractError(
-            f"anchors must ascend within 0..{size - 2}",
-            got=anchors.tolist()[:8] if len(anchors) else "none",
+            f"anchors must ascend within 0..{size - 2}", got=chosen[:8] if chosen else "none"
         )
     memory = drafter.new_memory()
     state = drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
@@ -101,6 +92,56 @@ def unroll(
         draft = drafter.to_target(logits.argmax(dim=-1))
         truth = _at(tokens, anchors + 1 + d, lengths, fill=-1)
         yield DepthStep(d, anchors, read, draft, truth, logits, state)
+
+
+def forced_states(
+    drafter: Drafter, tokens: Tensor, aux: Tensor, *, depth: int, first: int
+) -> Iterator[State]:
+    """States of all anchors from ``first`` on, as `unroll` gives them in forced mode.
+
+    What training needs and nothing else: no logits, depth d has the anchors that still guess a
+    position of the text (``first``..S - 2 - d; it ends when none does), positions before
+    ``first`` give keys and values only, and what depends on tokens alone is computed once.
+
+    Raises DataError and ContractError as `unroll` does.
+    """
+    _check(tokens, aux)
+    memory = drafter.new_memory()
+    half = drafter.read(tokens[:, 1:])
+    u = drafter.fuse(aux[:, :-1])
+    for d in range(1, depth + 1):
+        rows = tokens.shape[1] - 1 - d - first
+        if rows < 1:
+            return
+        # Row r of depth d reads token first + r + d; depth 1 reads the whole prefix.
+        start, end = (0, tokens.shape[1] - 1) if d == 1 else (first + d - 1, first + d - 1 + rows)
+        if d > 1:
+            memory.shorten(rows)
+            u = u[:, :rows]
+        state = drafter.step(
+            tokens[:, 1:][:, start:end],
+            u,
+            memory,
+            depth=d,
+            first=first if d == 1 else 0,
+            half=half and half[start:end],
+        )
+        u = state.feedback
+        yield state
+
+
+def _check(tokens: Tensor, aux: Tensor) -> None:
+    if tokens.shape[1] < 2:
+        raise DataError(
+            "a chain needs one position with captured states and one known token after it",
+            got=f"a text of {tokens.shape[1]} token(s)",
+            remedy="Give longer texts.",
+        )
+    if aux.shape[:2] != tokens.shape:
+        raise ContractError(
+            "captured states and tokens differ in shape",
+            got=f"{tuple(aux.shape[:2])} and {tuple(tokens.shape)}",
+        )
 
 
 def _at(tokens: Tensor, positions: Tensor, lengths: Tensor, *, fill: int) -> Tensor:

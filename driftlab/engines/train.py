@@ -1,7 +1,7 @@
 """Training-time test: the drafter is unrolled over K depths and learns on its own states.
 
-The forward is ``engines.anchors.unroll`` in forced mode, the same code that probes and, row
-by row, drafts; so what is trained is what is run. At step k of anchor t the loss is
+The forward is ``Drafter.step`` on all anchors, the same code that probes and, row by row,
+drafts; so what is trained is what is run. At step k of anchor t the loss is
 ``-sum_v p(v) log q(v)`` over the draft vocabulary, where p is the target's distribution of
 token t+1+d (d = k+1), restricted to the draft vocabulary and renormalised, and steps are
 weighted ``decay**k``. Gradients flow through the fed-back states and the chain's keys.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from driftlab.config import DrafterConfig, TrainSpec
 from driftlab.data.features import Batch, Features
 from driftlab.engines.align import Alignment
-from driftlab.engines.anchors import unroll
+from driftlab.engines.anchors import forced_states
 from driftlab.errors import CheckpointError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Teacher, head_logits
@@ -93,49 +94,166 @@ def initialise(
     return drafter
 
 
-def soft_targets(teacher: Teacher, last: Tensor, draft_to_target: Tensor) -> Tensor:
-    """The target's distribution over the draft vocabulary, [B, S, Ht] -> [B, S, Vd]."""
-    with torch.no_grad():
+class SoftTargets:
+    """The target's distribution over the draft vocabulary: states [.., Ht] -> fp32 [.., Vd].
+
+    States are those after the target's final norm; the head's rows are taken once.
+    """
+
+    def __init__(self, teacher: Teacher, draft_to_target: Tensor) -> None:
         weight = teacher.head_weight
-        rows = weight if len(draft_to_target) == len(weight) else weight[draft_to_target]
-        return head_logits(teacher, last, rows).float().softmax(dim=-1)
+        ids = draft_to_target.to(weight.device)
+        self.teacher, self.rows = teacher, weight if len(ids) == len(weight) else weight[ids]
+        self.rows = self.rows.to(draft_to_target.device)
+
+    def __call__(self, last: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast(last.device.type, enabled=False):
+            return head_logits(self.teacher, last, self.rows).float().softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Which rows of a batch bear loss; all on the CPU.
+
+    Text ``text`` [N], position ``at`` [N] of each token that is learned; ``row`` [N, K] the
+    anchor that guesses it at each depth, counted from the first one that is drafted from, and
+    ``weight`` [N, K] what its cross entropy counts: 0 where that anchor is none.
+    """
+
+    text: Tensor
+    at: Tensor
+    row: Tensor
+    weight: Tensor
+
+    @property
+    def count(self) -> int:
+        return int((self.weight > 0).sum())
+
+
+def supervised(drafter: Drafter, batch: Batch, spec: TrainSpec, first: int) -> Supervised:
+    """A position counts when its token stands in the response and in the draft vocabulary."""
+    position = torch.arange(batch.tokens.shape[1])
+    inside = (position >= batch.prompt_lens[:, None]) & (position < batch.lengths[:, None])
+    bears = inside & (drafter.target_to_draft.cpu()[batch.tokens] >= 0)
+    bears[:, : first + 2] = False  # no anchor guesses them
+    text, at = bears.nonzero(as_tuple=True)
+    steps = torch.arange(spec.ttt)
+    row = at[:, None] - 2 - steps - first
+    counts = (row >= 0).sum(dim=0)
+    weight = spec.decay**steps / counts.clamp(min=1) * (row >= 0)
+    return Supervised(text, at, row.clamp(min=0), weight)
 
 
 def ttt_loss(
-    drafter: Drafter, batch: Batch, targets: Tensor, spec: TrainSpec
+    drafter: Drafter, batch: Batch, targets: SoftTargets, spec: TrainSpec
 ) -> tuple[Tensor, int]:
     """Weighted loss of one batch, and how many (anchor, step) positions it is a mean over.
 
     A position counts when its token stands in the response and in the draft vocabulary;
-    each step's loss is the mean over its own positions.
+    each step's loss is the mean over its own positions. The batch is on the CPU.
     """
-    tokens = batch.tokens
+    device = drafter.norm.weight.device
     first = max(0, int(batch.prompt_lens.min()) - 2)  # the first response token's anchor
-    anchors = torch.arange(first, tokens.shape[1] - 1, device=tokens.device)
-    total = torch.zeros((), device=tokens.device)
-    counted = 0
-    steps = unroll(
-        drafter,
-        tokens,
-        batch.aux,
-        depth=spec.ttt,
-        mode="forced",
-        lengths=batch.lengths,
-        anchors=anchors,
-    )
-    for k, step in enumerate(steps):
-        position = anchors + 1 + step.depth
-        reachable = drafter.target_to_draft[step.truth.clamp(min=0)] >= 0
-        keep = (step.truth >= 0) & reachable & (position[None] >= batch.prompt_lens[:, None])
-        count = int(keep.sum())
-        if not count:
-            continue
+    rows = supervised(drafter, batch, spec, first)
+    tokens, aux = batch.tokens.to(device), batch.aux.to(device)
+    guesses = []
+    steps = forced_states(drafter, tokens, aux, depth=spec.ttt, first=first)
+    for k, state in enumerate(steps):
+        states = drafter.head_input(state)
+        flat = rows.text * states.shape[1] + rows.row[:, k]
+        guesses.append(states.flatten(0, 1).index_select(0, flat.to(device)))
+    if not rows.count:
+        return torch.zeros((), device=device), 0
+    total = distillation(
+        torch.stack(guesses, dim=1),
+        drafter.lm_head.weight,
+        rows.weight[:, : len(guesses)].to(device),
         # Position p's distribution stands at the state of position p - 1.
-        wanted = targets[:, (position - 1).clamp(max=tokens.shape[1] - 1)]
-        log_q = step.logits[keep].float().log_softmax(dim=-1)
-        total = total + spec.decay**k * -(wanted[keep] * log_q).sum(-1).mean()
-        counted += count
-    return total, counted
+        batch.last[rows.text, rows.at - 1].to(device),
+        targets,
+        scale=drafter.config.logit_scale,
+    )
+    return total, rows.count
+
+
+def distillation(
+    states: Tensor,
+    head: Tensor,
+    weight: Tensor,
+    last: Tensor,
+    targets: Callable[[Tensor], Tensor],
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """``sum_nk weight_nk * -sum_v p_n(v) log q_nk(v)`` with q the softmax of scale * head x state.
+
+    Blocks of positions are handled one after the other, and their gradients with them: at no
+    time are there logits, or target distributions, of more than one block.
+
+    Parameters
+    ----------
+    states: [N, K, H], K guesses of each of N positions. head: [Vd, H]. weight: [N, K].
+    last: [N, Ht] the target's states, of which ``targets`` makes p [n, Vd].
+    """
+    learn = torch.is_grad_enabled()
+    return _Distillation.apply(states, head, weight, last, targets, scale, learn)
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        head: Tensor,
+        weight: Tensor,
+        last: Tensor,
+        targets: Callable[[Tensor], Tensor],
+        scale: float,
+        learn: bool,
+    ) -> Tensor:
+        device = states.device.type
+        mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if mixed else states.dtype
+        n, depths, _ = states.shape
+        x, w = states.to(dtype), head.to(dtype)
+        total = torch.zeros((), device=states.device)
+        d_states = torch.empty_like(states)
+        d_head = torch.zeros_like(head, dtype=torch.float32)
+        size = max(1, _block_rows(device, len(head)) // depths)
+        with torch.autocast(device, enabled=False):
+            for at in range(0, n, size):
+                span = slice(at, at + size)
+                p, k, rows = targets(last[span]), weight[span], x[span].flatten(0, 1)
+                flat = (rows @ w.T).float()
+                logits = flat.view(-1, depths, len(head))
+                if scale != 1:
+                    logits *= scale
+                hit = torch.matmul(logits, p[..., None])[..., 0]
+                top = logits.amax(dim=-1, keepdim=True)
+                mass = logits.sub_(top).exp_().sum(dim=-1)
+                total += (k * (top[..., 0] + mass.log() - hit)).sum()
+                if learn:  # d logits = weight * (q - p)
+                    logits.mul_((scale * k / mass)[..., None])
+                    logits.addcmul_(p[:, None], k[..., None], value=-scale)
+                    g = flat.to(dtype)
+                    d_states[span] = (g @ w).view_as(states[span])
+                    if mixed:
+                        d_head += g.T @ rows
+                    else:
+                        d_head.addmm_(g.T, rows)
+        ctx.save_for_backward(d_states, d_head.to(head.dtype))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_states, d_head = ctx.saved_tensors
+        return (d_states * grad, d_head * grad, *[None] * 5)
+
+
+def _block_rows(device: str, vocabulary: int) -> int:
+    """Rows of logits at once: about what the CPU's cache holds, 1 GB on other devices."""
+    return max(256, (2**21 if device == "cpu" else 2**28) // vocabulary)
 
 
 def train(
@@ -164,12 +282,13 @@ def train(
     CheckpointError: ``checkpoint`` belongs to another training.
     """
     started = time.monotonic()
-    device = drafter.fc.weight.device if drafter.config.boundaries else drafter.norm.weight.device
+    device = drafter.norm.weight.device
     amp, precision = _precision(spec, device)
     weights = [p for p in drafter.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(
-        weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+        weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay, fused=True
     )
+    targets = SoftTargets(teacher, drafter.draft_to_target)
     identity = _identity(drafter, corpus, spec, seed)
     losses: list[float] = []
     tokens = skipped = 0
@@ -185,26 +304,26 @@ def train(
     for batch in _stream(corpus, spec, seed, skip=len(losses)):
         if len(losses) == spec.steps:
             break
-        targets = soft_targets(teacher, batch.last, drafter.draft_to_target)
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             plain = partial(ttt_loss, drafter, batch, targets, spec)
             loss, counted = plain() if alignment is None else alignment.add(plain, drafter, batch)
+        value = float(loss.detach())
         if counted:
-            if not torch.isfinite(loss):
+            if not math.isfinite(value):
                 raise NumericsError(
                     f"the training loss is not finite at step {len(losses)}",
-                    got=float(loss.detach()),
+                    got=value,
                     remedy="Lower train.lr, or look for non-finite captured states.",
                 )
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
-            nn.utils.clip_grad_norm_(weights, spec.clip)
+            nn.utils.clip_grad_norm_(weights, spec.clip, foreach=True)
             for group in optimiser.param_groups:
                 group["lr"] = spec.lr * _cosine(len(losses), spec)
             optimiser.step()
         else:
             skipped += 1
-        losses.append(float(loss.detach()))
+        losses.append(value)
         tokens += int(batch.lengths.sum())
         on_step(1)
         done = len(losses) == spec.steps

@@ -17,8 +17,9 @@ drafting. Parameter names are the canonical names of published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -34,9 +35,11 @@ from driftlab.config import DrafterConfig, Feedback, FusionNorm, Provenance, Res
 from driftlab.errors import ConfigError, ContractError
 from driftlab.models.hooks import Clock, HookPoint
 
-# Elements of one block of attention scores. Rows are cut so that memory stays linear in
-# the text's length; short texts run in one block.
-SCORE_BUDGET = 2**24
+# Attention runs in blocks of rows: at most so many elements of scores, so that memory stays
+# linear in the text's length, and at most so many rows, so that keys after a block's last
+# anchor are skipped and a block's scores stay in the cache.
+SCORE_BUDGET = 2**20
+BLOCK_ROWS = 128
 
 
 @dataclass
@@ -45,13 +48,15 @@ class Memory:
 
     ``prefix[l]`` holds layer l's depth-1 keys and values of anchors 0..n-1,
     ``chain[l]`` those of depths 2..d for the rows that are being drafted, which are
-    ``anchors`` [T] (the same for every text of the batch).
+    ``anchors`` [T] (the same for every text of the batch); ``host`` holds them on the CPU, so
+    that blocks can be cut without waiting for a device.
     """
 
     n_layers: int
     prefix: list[tuple[Tensor, Tensor] | None] = field(default_factory=list)
     chain: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     anchors: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    host: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     length: int = 0
 
     def __post_init__(self) -> None:
@@ -62,9 +67,15 @@ class Memory:
         """Draft on from these anchors only, ascending; call between depth 1 and depth 2."""
         if any(self.chain):
             raise ContractError("anchors can be selected before depth 2 only")
-        if len(anchors) and int(anchors[-1]) >= self.length:
-            raise ContractError("anchor outside the prefix", got=int(anchors[-1]))
-        self.anchors = anchors
+        host = anchors.cpu()
+        if len(host) and int(host[-1]) >= self.length:
+            raise ContractError("anchor outside the prefix", got=int(host[-1]))
+        self.anchors, self.host = anchors, host
+
+    def shorten(self, rows: int) -> None:
+        """Draft on from the first ``rows`` anchors only; at any depth."""
+        self.anchors, self.host = self.anchors[:rows], self.host[:rows]
+        self.chain = [[(k[:, :, :rows], v[:, :, :rows]) for k, v in c] for c in self.chain]
 
 
 @dataclass(frozen=True)
@@ -165,12 +176,20 @@ class GQAProjections(nn.Module):
         self.rotary = Rotary(config, e)
         self.scale = e**-0.5
 
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q = rearrange(self.q_proj(x), "b t (h e) -> b h t e", h=self.heads)
-        k = rearrange(self.k_proj(x), "b t (g e) -> b g t e", g=self.kv_heads)
-        v = rearrange(self.v_proj(x), "b t (g e) -> b g t e", g=self.kv_heads)
+    def readers(self) -> list[nn.Linear]:
+        """The matrices that read x, in the order in which `mix` takes their results."""
+        gate = [self.g_proj] if hasattr(self, "g_proj") else []
+        return [self.q_proj, self.k_proj, self.v_proj, *gate]
+
+    def mix(
+        self, read: Sequence[Tensor], positions: Tensor, first: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `readers` gave -> q of rows ``first`` and on, k and v of all."""
+        q = rearrange(read[0][:, first:], "b t (h e) -> b h t e", h=self.heads)
+        k = rearrange(read[1], "b t (g e) -> b g t e", g=self.kv_heads)
+        v = rearrange(read[2], "b t (g e) -> b g t e", g=self.kv_heads)
         q, k = self.q_norm(q), self.k_norm(k)
-        return self.rotary(q, positions), self.rotary(k, positions), v
+        return self.rotary(q, positions[first:]), self.rotary(k, positions), v
 
 
 class MLAProjections(nn.Module):
@@ -204,27 +223,143 @@ class MLAProjections(nn.Module):
         self.rotary = Rotary(config, mla.qk_rope_head_dim)
         self.scale = width**-0.5 * mla.softmax_multiplier
 
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def readers(self) -> list[nn.Linear]:
+        """The matrices that read x, in the order in which `mix` takes their results."""
+        q = self.q_proj if self.mla.q_lora_rank is None else self.q_a_proj
+        gate = [self.g_proj] if hasattr(self, "g_proj") else []
+        return [q, self.kv_a_proj_with_mqa, *gate]
+
+    def mix(
+        self, read: Sequence[Tensor], positions: Tensor, first: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `readers` gave -> q of rows ``first`` and on, k and v of all."""
         mla = self.mla
-        if mla.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = read[0][:, first:]
+        if mla.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = rearrange(q, "b t (h e) -> b h t e", h=self.heads)
         q_nope, q_rope = q.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split(
-            [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
-        )
+        latent, k_rope = read[1].split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         kv = rearrange(
             self.kv_b_proj(self.kv_a_layernorm(latent)), "b t (h e) -> b h t e", h=self.heads
         )
         k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
         k_rope = self.rotary(k_rope[:, None], positions).expand(-1, self.heads, -1, -1)
-        q = torch.cat([q_nope, self.rotary(q_rope, positions)], dim=-1)
+        q = torch.cat([q_nope, self.rotary(q_rope, positions[first:])], dim=-1)
         return q, torch.cat([k_nope, k_rope], dim=-1), v
 
 
 Projections = GQAProjections | MLAProjections
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that attend at once: ``rows`` of the step, over prefix keys 0..``seen`` - 1.
+
+    ``mask`` [rows, seen - start] holds -inf where a key from ``start`` on is hidden, else 0;
+    the chain's ``gone`` oldest keys have left the window.
+    """
+
+    rows: slice
+    seen: int
+    start: int
+    mask: Tensor
+    gone: int
+
+    def scores(self, q: Tensor, keys: Tensor, chain: Sequence[Tensor]) -> Tensor:
+        """Scaled q [B, h, T, e], keys [B, g, S, e], chain's keys [B, g, T, e] each.
+
+        -> [B, h, rows, seen + len(chain)], the chain's scores last.
+        """
+        q = self.grouped(q, keys)
+        scores = torch.matmul(q.flatten(2, 3), keys[:, :, : self.seen].mT)
+        scores = scores.unflatten(2, q.shape[2:4])
+        scores[..., self.start :] += self.mask
+        if chain:
+            own = [(q * self.own(k)).sum(dim=-1, keepdim=True) for k in chain]
+            own[: self.gone] = [torch.full_like(s, float("-inf")) for s in own[: self.gone]]
+            scores = torch.cat([scores, *own], dim=-1)
+        return scores.flatten(1, 2)
+
+    def mixed(self, pattern: Tensor, values: Tensor, chain: Sequence[Tensor]) -> Tensor:
+        """pattern [B, h, rows, seen + len(chain)] -> sum of values, [B, h, rows, e_v]."""
+        weights = pattern.to(values.dtype).unflatten(1, (values.shape[1], -1))
+        prefix = weights[..., : self.seen].flatten(2, 3)
+        out = torch.matmul(prefix, values[:, :, : self.seen]).unflatten(2, weights.shape[2:4])
+        for j, v in enumerate(chain, start=self.seen):
+            out = out + weights[..., j, None] * self.own(v)
+        return out.flatten(1, 2)
+
+    def grouped(self, q: Tensor, keys: Tensor) -> Tensor:
+        """This block's rows of [B, h, T, e] -> [B, g, h / g, rows, e]."""
+        return q[:, :, self.rows].unflatten(1, (keys.shape[1], -1))
+
+    def own(self, chain: Tensor) -> Tensor:
+        """This block's rows of one depth's chain keys or values -> [B, g, 1, rows, e]."""
+        return chain[:, :, None, self.rows]
+
+
+class _Attend(torch.autograd.Function):
+    """`Block.scores`, softmax and `Block.mixed` with a gradient that stores no pattern.
+
+    The backward pass computes each block's pattern again, so that memory stays linear.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, blocks: list[Block], q: Tensor, *kv: Tensor) -> Tensor:
+        n = len(kv) // 2
+        (keys, *own_k), (values, *own_v) = kv[:n], kv[n:]
+        out = [
+            block.mixed(_softmax(block.scores(q, keys, own_k)), values, own_v) for block in blocks
+        ]
+        mixed = out[0] if len(out) == 1 else torch.cat(out, dim=2)
+        ctx.blocks = blocks
+        ctx.save_for_backward(mixed, q, *kv)
+        return mixed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, q, *kv = ctx.saved_tensors
+        n = len(kv) // 2
+        (keys, *own_k), (values, *own_v) = kv[:n], kv[n:]
+        d_q = torch.empty_like(q)
+        d_keys, d_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+        d_own = [torch.empty_like(x) for x in (*own_k, *own_v)]
+        d_own_k, d_own_v = d_own[: n - 1], d_own[n - 1 :]
+        # sum_j P_j dP_j of each row, which the gradient of a softmax subtracts
+        inner = (grad.float() * mixed).sum(dim=-1, keepdim=True)
+        for block in ctx.blocks:
+            rows, seen = block.rows, block.seen
+            pattern = _softmax(block.scores(q, keys, own_k)).unflatten(1, (keys.shape[1], -1))
+            g, own_q = block.grouped(grad, keys), block.grouped(q, keys)
+            flat_g, flat_q = g.flatten(2, 3), own_q.flatten(2, 3)
+            d_scores = torch.empty_like(pattern)
+            d_scores[..., :seen] = torch.matmul(flat_g, values[:, :, :seen].mT).view(
+                *pattern.shape[:-1], seen
+            )
+            for j, v in enumerate(own_v):
+                d_scores[..., seen + j] = (g * block.own(v)).sum(dim=-1)
+            d_scores.sub_(block.grouped(inner, keys)).mul_(pattern)
+            weights, d_s = pattern.to(q.dtype), d_scores.to(q.dtype)
+            d_values[:, :, :seen] += torch.matmul(weights[..., :seen].flatten(2, 3).mT, flat_g)
+            d_keys[:, :, :seen] += torch.matmul(d_s[..., :seen].flatten(2, 3).mT, flat_q)
+            d_block = torch.matmul(d_s[..., :seen].flatten(2, 3), keys[:, :, :seen]).view_as(own_q)
+            for j, k in enumerate(own_k):
+                column = d_s[..., seen + j, None]
+                d_block += column * block.own(k)
+                d_own_k[j][:, :, rows] = (column * own_q).sum(dim=2)
+                d_own_v[j][:, :, rows] = (weights[..., seen + j, None] * g).sum(dim=2)
+            d_q[:, :, rows] = d_block.flatten(1, 2)
+        return (
+            *(None, d_q, d_keys.to(keys.dtype), *d_own_k),
+            *(d_values.to(values.dtype), *d_own_v),
+        )
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """In fp32 whatever the dtype, so that rows sum to 1."""
+    return scores.softmax(dim=-1, dtype=torch.float32)
 
 
 class ChainAttention(nn.Module):
@@ -247,10 +382,21 @@ class ChainAttention(nn.Module):
         self.at_out = HookPoint(f"{prefix}attn.out", clock)
 
     def forward(
-        self, own: Projections, x: Tensor, positions: Tensor, memory: Memory, depth: int
+        self,
+        own: Projections,
+        read: Sequence[Tensor],
+        positions: Tensor,
+        memory: Memory,
+        depth: int,
+        first: int,
     ) -> Tensor:
-        q, k, v = own(x, positions)
-        q, k, v = self.at_q(q), self.at_k(k), self.at_v(v)
+        """read: what ``own.readers()`` gave. -> what is written for rows ``first`` and on."""
+        q, k, v = own.mix(read, positions, first)
+        k, v = self.at_k(k), self.at_v(v)
+        self._clock.skip(first)
+        q = self.at_q(q)
+        # Blocks of batched products would copy what is not contiguous, each block again.
+        k, v = k.to(v.dtype).contiguous(), v.contiguous()
         if depth == 1:
             old = memory.prefix[self.index]
             if old is not None:
@@ -258,59 +404,54 @@ class ChainAttention(nn.Module):
             memory.prefix[self.index] = (k, v)
         else:
             memory.chain[self.index].append((k, v))
-        mixed = self._attend(q * own.scale, memory)
+        mixed = self._attend((q * own.scale).to(v.dtype), memory, memory.host[first:])
         mixed = rearrange(mixed, "b h t e -> b t (h e)")
         if self.gated:
-            mixed = mixed * torch.sigmoid(own.g_proj(x))
+            mixed = mixed * torch.sigmoid(read[-1][:, first:])
         return self.at_out(own.o_proj(mixed))
 
-    def _attend(self, q: Tensor, memory: Memory) -> Tensor:
-        """Scaled q [B, h, T, e] -> [B, h, T, e_v], in blocks of rows."""
+    def _attend(self, q: Tensor, memory: Memory, anchors: Tensor) -> Tensor:
+        """Scaled q [B, h, T, e] of ``anchors`` [T] (on the CPU) -> [B, h, T, e_v]."""
         prefix = memory.prefix[self.index]
         if prefix is None:
             raise ContractError("depth 2 and deeper need a depth-1 step first")
         keys, values = prefix
-        chain = memory.chain[self.index]
-        # Each row has its own chain keys: [B, g, T, depth - 1, e].
-        chain_k = torch.stack([k for k, _ in chain], dim=3) if chain else None
-        chain_v = torch.stack([v for _, v in chain], dim=3) if chain else None
+        chain_k, chain_v = ([pair[i] for pair in memory.chain[self.index]] for i in (0, 1))
+        blocks = self._blocks(q, keys, anchors, len(chain_k))
+        if not (self.at_scores.hooked or self.at_pattern.hooked):
+            return _Attend.apply(blocks, q, keys, *chain_k, values, *chain_v)
+        out = []
+        for block in blocks:
+            self._clock.rows = block.rows
+            scores = self.at_scores(block.scores(q, keys, chain_k))
+            # The site holds fp32 in every dtype, so that recorded rows sum to 1.
+            out.append(block.mixed(self.at_pattern(_softmax(scores)), values, chain_v))
+        self._clock.rows = slice(0, len(anchors))
+        return torch.cat(out, dim=2)
+
+    def _blocks(self, q: Tensor, keys: Tensor, anchors: Tensor, chain: int) -> list[Block]:
         batch, heads, rows, _ = q.shape
-        groups = keys.shape[1]
-        q = rearrange(q, "b (g r) t e -> b g r t e", g=groups)
-        per_row = batch * heads * (keys.shape[2] + len(chain))
-        block = max(1, SCORE_BUDGET // per_row)
-        mixed = []
-        for start in range(0, rows, block):
-            span = slice(start, min(start + block, rows))
-            self._clock.rows = span
-            anchors = memory.anchors[span]
-            # No row of this block may look past its last anchor.
-            seen = int(anchors[-1]) + 1 if block < rows else keys.shape[2]
-            scores = torch.einsum("bgrte,bgse->bgrts", q[:, :, :, span], keys[:, :, :seen])
-            hidden = torch.arange(seen, device=q.device) > anchors[:, None]
+        most = SCORE_BUDGET // (batch * heads * (keys.shape[2] + chain))
+        size = max(1, min(most, BLOCK_ROWS))
+        gone = 0
+        if self.window is not None and self.window_moves:
+            gone = max(0, chain - self.window)
+        blocks = []
+        for at in range(0, rows, size):
+            part = anchors[at : at + size]
+            # No row of this block may look past its last anchor, all may up to its first.
+            seen = int(part[-1]) + 1 if rows > size else keys.shape[2]
+            start = 0 if self.window is not None else min(int(part[0]) + 1, seen)
+            key = torch.arange(start, seen)
+            hidden = key > part[:, None]
             if self.window is not None:
                 # Measured from the anchor as trained, from the drafted position if it moves.
-                newest = anchors + len(chain) if self.window_moves else anchors
-                far = newest[:, None] - torch.arange(seen, device=q.device)
-                hidden = hidden | (far >= self.window)
-            scores = scores.masked_fill(hidden, float("-inf"))
-            if chain_k is not None:
-                own = torch.einsum("bgrte,bgtde->bgrtd", q[:, :, :, span], chain_k[:, :, span])
-                if self.window_moves and self.window is not None and len(chain) > self.window:
-                    own[..., : len(chain) - self.window] = float("-inf")
-                scores = torch.cat([scores, own], dim=-1)
-            scores = self.at_scores(rearrange(scores, "b g r t s -> b (g r) t s"))
-            # The site holds fp32 in every dtype, so that recorded rows sum to 1.
-            pattern = self.at_pattern(scores.softmax(dim=-1, dtype=torch.float32))
-            pattern = rearrange(pattern, "b (g r) t s -> b g r t s", g=groups).to(values.dtype)
-            out = torch.einsum("bgrts,bgse->bgrte", pattern[..., :seen], values[:, :, :seen])
-            if chain_v is not None:
-                out = out + torch.einsum(
-                    "bgrtd,bgtde->bgrte", pattern[..., seen:], chain_v[:, :, span]
-                )
-            mixed.append(rearrange(out, "b g r t e -> b (g r) t e"))
-        self._clock.rows = slice(0, rows)
-        return torch.cat(mixed, dim=2)
+                newest = part + chain if self.window_moves else part
+                hidden = hidden | (newest[:, None] - key >= self.window)
+            mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+            span = slice(at, at + len(part))
+            blocks.append(Block(span, seen, start, mask.to(q.device), gone))
+        return blocks
 
 
 class DrafterLayer(nn.Module):
@@ -343,19 +484,71 @@ class DrafterLayer(nn.Module):
         self.at_mlp = HookPoint(f"{prefix}mlp.out", clock)
 
     def forward(
-        self, u: Tensor, embedded: Tensor | None, positions: Tensor, memory: Memory, depth: int
+        self,
+        u: Tensor,
+        embedded: Tensor | None,
+        positions: Tensor,
+        memory: Memory,
+        depth: int,
+        *,
+        first: int = 0,
+        half: Half | None = None,
     ) -> Tensor:
-        if embedded is None:
+        """u [B, T, H] -> [B, T - first, H]; rows before ``first`` give keys and values only.
+
+        ``half`` takes the place of ``embedded``: its part of the projections, computed before.
+        """
+        if embedded is None and half is None:
             x, residual = self.input_layernorm(u), u
+            read = [reader(x) for reader in self.self_attn.readers()]
         else:
-            token = self.at_token(self.input_layernorm(embedded))
             inner = self.input_layernorm(u) if self.config.double_hidden_norm else u
             hidden = self.at_feedback(self.hidden_norm(inner))
-            x = torch.cat([token, hidden], dim=-1)
             residual = u if self.config.residual is Residual.raw else hidden
-        written = self.attention(self.self_attn, x, positions, memory, depth)
-        mid = self.at_mid(residual + written)
+            if half is None:
+                token = self.at_token(self.input_layernorm(embedded))
+                x = torch.cat([token, hidden], dim=-1)
+                read = [reader(x) for reader in self.self_attn.readers()]
+            else:
+                read = half.add(hidden)
+        written = self.attention(self.self_attn, read, positions, memory, depth, first)
+        mid = self.at_mid(residual[:, first:] + written)
         return mid + self.at_mlp(self.mlp(self.post_attention_layernorm(mid)))
+
+    def read(self, embedded: Tensor) -> Half:
+        """The embedding's half of the first layer's projections, [B, S, H] -> [B, S, R]."""
+        readers = self.self_attn.readers()
+        weight = torch.cat([reader.weight for reader in readers])
+        biases = [
+            reader.weight.new_zeros(reader.out_features) if reader.bias is None else reader.bias
+            for reader in readers
+        ]
+        bias = torch.cat(biases) if any(r.bias is not None for r in readers) else None
+        token = self.input_layernorm(embedded)
+        width = token.shape[-1]
+        given = nn.functional.linear(token, weight[:, :width], bias)
+        return Half(given, weight[:, width:], [reader.out_features for reader in readers])
+
+
+@dataclass(frozen=True)
+class Half:
+    """What the embeddings [B, S] of a text give to the first layer's projections.
+
+    In a forced chain depth d + 1 reads the token after the one that depth d read, so that this
+    half of the product is the same at every depth but for a shift. ``given`` [B, S, R] holds the
+    results of all readers side by side, ``weight`` [R, H] their half for the hidden state.
+    """
+
+    given: Tensor
+    weight: Tensor
+    sizes: list[int]
+
+    def __getitem__(self, rows: slice) -> Half:
+        return Half(self.given[:, rows], self.weight, self.sizes)
+
+    def add(self, hidden: Tensor) -> Sequence[Tensor]:
+        """hidden [B, T, H] -> what each reader gives, [B, T, its size]."""
+        return nn.functional.linear(hidden, self.weight).add_(self.given).split(self.sizes, dim=-1)
 
 
 class Drafter(nn.Module):
@@ -482,7 +675,25 @@ class Drafter(nn.Module):
             part = nn.functional.linear(chunk, weight)
             yield part, point(part)
 
-    def step(self, tokens: Tensor, u: Tensor, memory: Memory, *, depth: int) -> State:
+    def read(self, tokens: Tensor) -> Half | None:
+        """The part of every depth that only reads ``tokens`` [B, S]; see `step`.
+
+        None where a hook wants to see the embedding of each depth.
+        """
+        if self.at_embed.hooked or self.layers[0].at_token.hooked:
+            return None
+        return self.layers[0].read(self.embed_tokens(tokens))
+
+    def step(
+        self,
+        tokens: Tensor,
+        u: Tensor,
+        memory: Memory,
+        *,
+        depth: int,
+        first: int = 0,
+        half: Half | None = None,
+    ) -> State:
         """One depth for T rows of B texts.
 
         Depth 1 appends its rows to the prefix (anchors ``memory.length`` and on) and
@@ -492,12 +703,16 @@ class Drafter(nn.Module):
         ----------
         tokens: [B, T] target ids, token t + depth of each anchor t.
         u: [B, T, H] fused input at depth 1, else the fed-back state of depth - 1.
+        first: at depth 1, rows before it give the last layer's keys and values and nothing
+            else; the state, and the chains, are of the others.
+        half: what `read` gave for these rows, if it is known; ``tokens`` are then not read.
         """
         if depth == 1:
-            first = memory.length
+            old = memory.length
             memory.length += tokens.shape[1]
             memory.chain = [[] for _ in range(self.config.num_layers)]
-            memory.anchors = torch.arange(first, memory.length, device=tokens.device)
+            memory.host = torch.arange(old, memory.length)
+            memory.anchors = memory.host.to(tokens.device)
         if depth != len(memory.chain[0]) + (1 if depth == 1 else 2):
             raise ContractError(
                 "depths run in order", got=f"depth {depth} after {len(memory.chain[0]) + 1}"
@@ -511,11 +726,18 @@ class Drafter(nn.Module):
         self._clock.anchors = memory.anchors
         shift = self.config.draft_position_offset if depth > 1 else 0
         positions = memory.anchors + depth - 1 + shift
-        embedded = self.at_embed(self.embed_tokens(tokens))
-        hidden = self.at_feedback(u)
-        for layer in self.layers:
-            first_layer = layer.index == 0
-            hidden = layer(hidden, embedded if first_layer else None, positions, memory, depth)
+        embedded = self.at_embed(self.embed_tokens(tokens)) if half is None else None
+        hidden = self.layers[0](
+            self.at_feedback(u),
+            *(embedded, positions, memory, depth),
+            first=first if len(self.layers) == 1 else 0,
+            half=half,
+        )
+        for layer in self.layers[1:]:
+            skip = first if layer.index == len(self.layers) - 1 else 0
+            hidden = layer(hidden, None, positions, memory, depth, first=skip)
+        if first:
+            memory.anchors, memory.host = memory.anchors[first:], memory.host[first:]
         pre = self.at_pre(hidden)
         post = self.at_post(self.norm(pre))
         feedback = post if self.config.feedback is Feedback.post_norm else pre
@@ -525,8 +747,12 @@ class Drafter(nn.Module):
         """Scores over the draft vocabulary, [B, T, Vd]."""
         self._clock.depth, self._clock.anchors = state.depth, state.anchors
         self._clock.rows = slice(0, len(state.anchors))
-        scores = self.lm_head(state.pre if self.config.logits_from_raw else state.post)
+        scores = self.lm_head(self.head_input(state))
         return self.at_logits(scores * self.config.logit_scale)
+
+    def head_input(self, state: State) -> Tensor:
+        """What the head reads, [B, T, H]."""
+        return state.pre if self.config.logits_from_raw else state.post
 
     def to_target(self, draft: Tensor) -> Tensor:
         """Draft ids -> target ids."""

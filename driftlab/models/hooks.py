@@ -81,6 +81,12 @@ class Clock:
     rows: slice = field(default_factory=lambda: slice(0, 0))
     anchors: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
 
+    def skip(self, rows: int) -> None:
+        """Go on without the first ``rows`` rows."""
+        if rows:
+            self.anchors = self.anchors[rows:]
+            self.rows = slice(0, len(self.anchors))
+
 
 HookFn = Callable[[Tensor, Moment], Tensor | None]
 
