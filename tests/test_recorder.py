@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from driftlab.analysis import measures
 from driftlab.analysis.recorder import received_mass
@@ -272,6 +274,38 @@ def test_a_drafter_in_bfloat16_has_masses_that_sum_to_one() -> None:
     assert (rows["null_mass"] == 0).all()
 
 
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.size = max([self.size, *sizes])
+        return out
+
+
+def test_memory_grows_with_the_text_and_not_with_its_square() -> None:
+    """8192 tokens with all measures on: no tensor comes near T x T."""
+    made = pairs.drafter(num_heads=1, num_kv_heads=1)
+    largest = {}
+    for size in (4096, 8192):
+        tokens = pairs.ids(size, seed=1).tolist()
+        text = pairs.as_text(tokens[:8], tokens[8:])
+        aux = torch.randn(size, 96, generator=torch.Generator().manual_seed(0))
+        spec = SPEC.model_copy(update={"depth": 2, "modes": ("forced",), "sink": "auto"})
+        with Largest() as seen:
+            (one,) = probe(made, [text], [aux], spec)
+        largest[size] = seen.size
+        sums = frame(one, "steps")[list(REGIONS)].to_numpy().sum(axis=1)
+        np.testing.assert_allclose(sums, 1.0, atol=1e-5)
+    assert largest[8192] <= 2.05 * largest[4096]
+    assert largest[8192] <= 8192 * drafter_module.BLOCK_ROWS * 1.05
+
+
 # --- which anchors, which sink ------------------------------------------------------------------
 
 
@@ -334,7 +368,9 @@ def test_an_overflow_is_named_with_depth_and_anchor() -> None:
         return torch.where(hit, torch.full_like(value, float("inf")), value)
 
     handle = made.at_pre.register_forward_hook(overflow)
-    with pytest.raises(NumericsError, match=r"state.pre of drafter .* is not finite at depth 2, anchor 5"):
+    with pytest.raises(
+        NumericsError, match=r"state.pre of drafter .* is not finite at depth 2, anchor 5"
+    ):
         measured(made, [text])
     handle.remove()
 

@@ -8,7 +8,7 @@ head), whatever the text's length.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -99,6 +99,7 @@ class Recorder:
         self._depths: dict[int, _Depth] = defaultdict(_Depth)
         self._fused: list[dict[str, Tensor]] = []
         self._stacked: _Stacked | None = None
+        self._rows: dict[tuple[bool, int, int], Tensor | slice] = {}
 
     @contextmanager
     def watch(self) -> Iterator[Recorder]:
@@ -113,14 +114,21 @@ class Recorder:
                 stack.enter_context(attach(self.drafter, globs, self._fuse))
             yield self
 
-    def _wanted(self, moment: Moment) -> Tensor:
-        """Rows of this call that belong to a recorded anchor."""
-        return torch.isin(moment.anchors, self.anchors).nonzero()[:, 0]
+    def _wanted(self, moment: Moment) -> Tensor | slice:
+        """Rows of this call that belong to a recorded anchor; a slice where that is all."""
+        # The anchors of a block change once, after depth 1: a device is asked no more often.
+        key = (moment.depth == 1, moment.rows.start, moment.rows.stop)
+        if key not in self._rows:
+            rows = torch.isin(moment.anchors, self.anchors).nonzero()[:, 0]
+            self._rows[key] = slice(None) if len(rows) == len(moment.anchors) else rows
+        return self._rows[key]
 
     def _pattern(self, pattern: Tensor, moment: Moment) -> None:
         rows = self._wanted(moment)
         anchors = moment.anchors[rows]
-        pattern = pattern[:, :, rows].float()
+        if not len(anchors):
+            return
+        pattern = pattern[:, :, rows]
         kept = self._depths[moment.depth]
         d = moment.depth
         kept.masses.append(measures.region_masses(pattern, anchors, d, self.sink, self.prompt_lens))
@@ -161,7 +169,8 @@ class Recorder:
         state, kept = step.state, self._depths[step.depth].per_row
         states = {"state_pre": state.pre, "state_post": state.post, "feedback": state.feedback}
         for name, value in states.items():
-            kept[f"rms_{name}"], kept[f"l2_{name}"] = measures.rms(value), measures.l2(value)
+            kept[f"rms_{name}"] = measures.rms(value)
+            kept[f"l2_{name}"] = kept[f"rms_{name}"] * value.shape[-1] ** 0.5
         back = self.drafter.target_to_draft
         inside, log_q, rank = measures.truth_scores(step.logits, step.truth, back)
         kept |= {"in_vocab": inside, "logprob": log_q, "rank": rank}
@@ -186,18 +195,18 @@ class Recorder:
         NumericsError: a value is not finite; drafter, site, depth, anchor and token are named.
         """
         if self._stacked is None:
-            self._stacked = _Stacked.of(self._depths)
+            self._stacked = _Stacked.of(self._depths, self._fused)
         everything, n = self._stacked, len(rows)
         index = rows.cpu().numpy()
         depths = everything.depths
-        anchors = self.anchors[rows].cpu().numpy()
+        anchors = self.anchors.cpu().numpy()[index]
         steps = {name: v[:, text][:, index] for name, v in everything.per_row.items()}  # [D, n]
         heads = {name: v[:, text][:, :, index] for name, v in everything.per_head.items()}
         steps["correct"] = steps["draft"] == steps["truth"]
         if mode == "free":
             steps["accepted"] = np.logical_and.accumulate(steps["correct"], axis=0)
         steps |= {name: v.mean(axis=1) for name, v in heads.items()}
-        if fault := self._first_fault(steps, depths, text, rows):
+        if fault := _first_fault(steps, depths, everything.per_layer, text, index):
             site, d, row, value = fault
             raise NumericsError(
                 f"{site} of drafter {self.drafter.config.variant} is not finite at depth "
@@ -218,39 +227,12 @@ class Recorder:
             "steps": {name: v.reshape(-1) for name, v in steps.items()},
             "heads": {name: v.reshape(-1) for name, v in by_head.items()},
         }
-        if self._fused:
-            found["fused"] = self._fused_rows(text, rows)
+        if everything.per_layer:
+            found["fused"] = self._fused_rows(everything.per_layer, text, index)
         return found
 
-    def _first_fault(
-        self, steps: Columns, depths: np.ndarray, text: int, rows: Tensor
-    ) -> tuple[str, int, int, float] | None:
-        """(site, depth's index, row, value) of the first value that is not finite, or None.
-
-        First of the shallowest depth, in the order of computing: whatever is after follows from it.
-        """
-        fused = [
-            (f"{site}.{i}", value[text, rows].cpu().numpy()[None])
-            for i, layer in enumerate(self._fused)
-            for site, value in (("fuse.in", layer["rms_in"]), ("fuse.normed", layer["rms_normed"]))
-        ]
-        own = [(site, steps[name]) for name, site in _ORDER if name in steps]
-        own += [
-            ("logits", steps["best"]),
-            *(("logits (against the target's)", steps[n]) for n in ("tv",) if n in steps),
-        ]
-        bad = [(site, values, np.argwhere(~np.isfinite(values))) for site, values in fused + own]
-        first = [(tuple(where[0]), site, values) for site, values, where in bad if len(where)]
-        if not first:
-            return None
-        (depth, row), site, values = min(first, key=lambda fault: fault[0][0])
-        return site, int(depth), int(row), float(values[depth, row])
-
-    def _fused_rows(self, text: int, rows: Tensor) -> Columns:
-        means = [
-            {name: np.float32(value[text, rows].mean().item()) for name, value in layer.items()}
-            for layer in self._fused
-        ]
+    def _fused_rows(self, layers: Sequence[Columns], text: int, rows: np.ndarray) -> Columns:
+        means = [{name: value[text, rows].mean() for name, value in one.items()} for one in layers]
         columns = {name: np.array([m[name] for m in means]) for name in means[0]}
         columns["layer"] = np.arange(len(means))
         columns["boundary"] = np.array(self.drafter.config.boundaries)
@@ -265,19 +247,55 @@ class _Stacked:
     depths: np.ndarray
     per_row: Columns
     per_head: Columns
+    per_layer: list[Columns]
 
     @classmethod
-    def of(cls, kept: dict[int, _Depth]) -> _Stacked:
+    def of(cls, kept: dict[int, _Depth], fused: list[dict[str, Tensor]]) -> _Stacked:
         order = sorted(kept)
-        masses = np.stack([torch.cat(kept[d].masses, dim=2).cpu().numpy() for d in order])
-        per_head = {name: masses[..., i] for i, name in enumerate(REGIONS)}
-        per_head["sink_rate"] = (masses[..., 0] > measures.SINK_THRESHOLD).astype(np.float32)
+        masses = torch.stack([torch.cat(kept[d].masses, dim=2) for d in order])
+        heads = {name: masses[..., i] for i, name in enumerate(REGIONS)}
+        heads["sink_rate"] = (masses[..., 0] > measures.SINK_THRESHOLD).float()
         for name in ("recent", "entropy"):
-            blocks = [torch.cat(getattr(kept[d], name), dim=2).cpu().numpy() for d in order]
-            per_head[name] = np.stack(blocks)
-        names = kept[order[0]].per_row
-        per_row = {n: np.stack([kept[d].per_row[n].cpu().numpy() for d in order]) for n in names}
-        return cls(np.array(order), per_row, per_head)
+            heads[name] = torch.stack([torch.cat(getattr(kept[d], name), dim=2) for d in order])
+        rows = {n: torch.stack([kept[d].per_row[n] for d in order]) for n in kept[order[0]].per_row}
+        per_row, per_head, *per_layer = _to_host([rows, heads, *fused])
+        return cls(np.array(order), per_row, per_head, per_layer)
+
+
+def _to_host(groups: Sequence[dict[str, Tensor]]) -> list[Columns]:
+    """All tensors in one transfer; float64 holds fp32 and every id exactly."""
+    every = [tensor for group in groups for tensor in group.values()]
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in every]).cpu()
+    pieces = iter(flat.split([tensor.numel() for tensor in every]))
+    return [
+        {name: next(pieces).to(t.dtype).reshape(t.shape).numpy() for name, t in group.items()}
+        for group in groups
+    ]
+
+
+def _first_fault(
+    steps: Columns, depths: np.ndarray, layers: Sequence[Columns], text: int, rows: np.ndarray
+) -> tuple[str, int, int, float] | None:
+    """(site, depth's index, row, value) of the first value that is not finite, or None.
+
+    First of the shallowest depth, in the order of computing: whatever is after follows from it.
+    """
+    fused = [
+        (f"{site}.{i}", value[text, rows][None])
+        for i, layer in enumerate(layers)
+        for site, value in (("fuse.in", layer["rms_in"]), ("fuse.normed", layer["rms_normed"]))
+    ]
+    own = [(site, steps[name]) for name, site in _ORDER if name in steps]
+    own += [
+        ("logits", steps["best"]),
+        *(("logits (against the target's)", steps[n]) for n in ("tv",) if n in steps),
+    ]
+    bad = [(site, values, np.argwhere(~np.isfinite(values))) for site, values in fused + own]
+    first = [(tuple(where[0]), site, values) for site, values, where in bad if len(where)]
+    if not first:
+        return None
+    (depth, row), site, values = min(first, key=lambda fault: fault[0][0])
+    return site, int(depth), int(row), float(values[depth, row])
 
 
 def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor) -> Tensor:
@@ -286,18 +304,18 @@ def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor
     tokens [B, S], aux [B, S, A*Ht] -> [B, S - 1]; padded queries do not count.
     """
     batch, size = tokens.shape
-    total = torch.zeros(batch, size - 1)
+    total = torch.zeros(batch, size - 1, device=tokens.device)
 
     def collect(pattern: Tensor, moment: Moment) -> None:
         real = moment.anchors[None] < lengths[:, None] - 1  # [B, rows]
-        mass = (pattern.float().mean(dim=1) * real[..., None]).sum(dim=1)
-        total[:, : mass.shape[1]] += mass.cpu()
+        weight = (real / pattern.shape[1])[:, None].expand(-1, pattern.shape[1], -1)
+        total[:, : pattern.shape[-1]] += torch.einsum("bht,bhtk->bk", weight, pattern.float())
 
     memory = drafter.new_memory()
     with torch.inference_mode(), attach(drafter, "attn.pattern", collect):
         drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
-    queries = (lengths[:, None] - 1 - torch.arange(size - 1)[None]).clamp(min=0)
+    queries = (lengths.cpu()[:, None] - 1 - torch.arange(size - 1)[None]).clamp(min=0)
     window = (drafter.config.windows or (None,))[0]
     if window is not None:
         queries = queries.clamp(max=window)
-    return total / queries.clamp(min=1)
+    return total.cpu() / queries.clamp(min=1)

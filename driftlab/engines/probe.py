@@ -60,18 +60,20 @@ def probe(
     results = [Measured(text, 0, {}) for text in texts]
     if not used:
         return results
-    tokens, lengths = _pad_tokens([texts[i] for i in used])
-    states = torch.nn.utils.rnn.pad_sequence([aux[i] for i in used], batch_first=True)
+    device = drafter.norm.weight.device
+    tokens, lengths = (t.to(device) for t in _pad_tokens([texts[i] for i in used]))
+    states = torch.nn.utils.rnn.pad_sequence([aux[i] for i in used], batch_first=True).to(device)
     chances = (
         None
         if target_probabilities is None
         else torch.nn.utils.rnn.pad_sequence(
             [target_probabilities[i] for i in used], batch_first=True
-        )
+        ).to(device)
     )
-    prompt_lens = torch.tensor([texts[i].prompt_len for i in used])
-    anchors = torch.unique(torch.cat([own[i] for i in used]))
-    sink = sink_set(drafter, tokens, states, lengths, spec)
+    prompt_lens = torch.tensor([texts[i].prompt_len for i in used]).to(device)
+    chosen = torch.unique(torch.cat([own[i] for i in used]))
+    anchors = chosen.to(device)
+    sink = sink_set(drafter, tokens, states, lengths, spec).to(device)
     tables: list[dict[str, list[Columns]]] = [{} for _ in used]
     with torch.inference_mode():
         for mode in spec.modes:
@@ -95,7 +97,7 @@ def probe(
                 ):
                     recorder.add(step)
             for b, i in enumerate(used):
-                rows = torch.isin(anchors, own[i]).nonzero()[:, 0]
+                rows = torch.isin(chosen, own[i]).nonzero()[:, 0]
                 where = f"{texts[i].kind} text {texts[i].prompt_id}"
                 for name, columns in recorder.tables(b, rows, mode=mode, where=where).items():
                     if name == "fused" and mode != spec.modes[0]:
