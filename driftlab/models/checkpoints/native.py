@@ -80,13 +80,6 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
         raise CheckpointError(
             f"{where}: hidden_act is unknown to transformers", got=repr(config.hidden_act)
         )
-    stated = files.config.get("contract_sha256")
-    if stated is not None and stated != contract_hash(files.config):
-        raise CheckpointError(
-            f"{where} was changed after it was written",
-            got="its checksum does not agree",
-            remedy="Write the drafter again with save_drafter; overrides read it another way.",
-        )
     found = file_hash(files.folder / files.weights)
     if files.config.get("sha256") != found:
         raise CheckpointError(
@@ -109,5 +102,12 @@ def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
             f"{files.folder / files.weights}: tensors do not fit the config",
             got="; ".join(f"{n} {have.get(n)}, expected {want.get(n)}" for n in odd[:6]),
             remedy="Write the drafter again with save_drafter.",
+        )
+    stated = files.config.get("contract_sha256")
+    if stated is not None and stated != contract_hash(files.config):
+        raise CheckpointError(
+            f"{files.folder / CONFIG} was changed after it was written",
+            got="its checksum does not agree",
+            remedy="Write the drafter again with save_drafter; overrides read it another way.",
         )
     return files.tensors["draft_to_target"]
