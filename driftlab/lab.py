@@ -62,7 +62,7 @@ from driftlab.models.hooks import Captured, HookFn, attach, capture, points
 from driftlab.models.target import Target
 from driftlab.results.explanations import Explained
 from driftlab.results.figures import Plots
-from driftlab.results.records import RunDirectory, Tables, _to_pandas
+from driftlab.results.records import RunDirectory, Tables, to_pandas
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMAS
 from driftlab.results.shards import make_table, reduce_steps
 
@@ -500,7 +500,7 @@ class Lab:
         ]
         cells = make_table("cells", self._cell(cell, condition, features), cell)
         return Explained.build(
-            pa.concat_tables(tables), _to_pandas(cells, False), {}, left_out=left_out
+            pa.concat_tables(tables), to_pandas(cells, False), {}, left_out=left_out
         )
 
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
@@ -653,32 +653,32 @@ class ProbeRun:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["steps"], False)
+        return to_pandas(self._arrow["steps"], False)
 
     @cached_property
     def depths(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["depths"], False)
+        return to_pandas(self._arrow["depths"], False)
 
     @cached_property
     def heads(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["heads"], False)
+        return to_pandas(self._arrow["heads"], False)
 
     @cached_property
     def fused(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["fused"], False)
+        return to_pandas(self._arrow["fused"], False)
 
     @cached_property
     def prompts(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["prompts"], False)
+        return to_pandas(self._arrow["prompts"], False)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        return _to_pandas(self._arrow["cells"], False)
+        return to_pandas(self._arrow["cells"], False)
 
     @cached_property
     def _tables(self) -> Tables:
         names = ("depths", "heads", "fused", "prompts", "cells")
-        frames: dict[str, Any] = {n: _to_pandas(self._arrow[n], True) for n in names}
+        frames: dict[str, Any] = {n: to_pandas(self._arrow[n], True) for n in names}
         return Tables(**frames, manifest=self.manifest)
 
     def tables(self) -> Tables:

@@ -26,7 +26,7 @@ from driftlab.results.records import (
     Tables,
     _Lock,
     _read_manifest,
-    _to_pandas,
+    to_pandas,
     _write_parquet,
 )
 from driftlab.results.schema import REGIONS
@@ -218,7 +218,7 @@ class Explained:
         left_out: int = 0,
     ) -> Explained:
         """From rows in memory and the rows of ``cells``."""
-        frame = _to_pandas(table, categories=False)
+        frame = to_pandas(table, categories=False)
         if not len(frame):
             raise DataError("nothing was explained", remedy="Give texts that are long enough.")
         # `groups` asks which cells have rows, and nothing else of the tables.

@@ -373,7 +373,7 @@ class RunDirectory:
                 got=str(error).splitlines()[0],
                 remedy="Run the same command again: the tables are rebuilt from finished pieces.",
             ) from None
-        return _to_pandas(table, categories)
+        return to_pandas(table, categories)
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -522,7 +522,7 @@ def _write_parquet(path: Path, name: str, parts: Iterable[pa.Table]) -> int:
     return rows
 
 
-def _to_pandas(table: pa.Table, categories: bool) -> pd.DataFrame:
+def to_pandas(table: pa.Table, categories: bool) -> pd.DataFrame:
     import pandas as pd
 
     kinds = {pa.bool_(): pd.BooleanDtype(), pa.int16(): pd.Int16Dtype()}
