@@ -190,6 +190,15 @@ def test_what_vllm_reads(tmp_path: Path) -> None:
     assert block == {"rope_type": "default", "rope_theta": 10000.0}
 
 
+def test_what_vllm_would_drop_is_refused(tmp_path: Path) -> None:
+    """It captures a state once, and ignores the map of a full head."""
+    with pytest.raises(CheckpointError, match="cannot hold a captured state twice"):
+        save_drafter(build(boundaries=(2, 5, 5)), tmp_path / "a", dialect="vllm")
+    config = build(draft_vocab_size=V).config
+    with pytest.raises(CheckpointError, match=r"cannot hold draft ids .* in another order"):
+        save_drafter(Drafter(config, torch.arange(V).flip(0)), tmp_path / "a", dialect="vllm")
+
+
 def test_what_vllm_reads_of_other_classes(tmp_path: Path) -> None:
     config, _ = written(tmp_path / "a", "vllm", **LOW_RANK)
     # deepseek_v3 would be rewritten to a multi-token-prediction class.

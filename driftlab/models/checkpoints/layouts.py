@@ -140,6 +140,11 @@ def _maps(drafter: Drafter) -> dict[str, Tensor]:
     return {"d2t": ids - arange, "t2d": mask}
 
 
+def _reorders(drafter: Drafter) -> bool:
+    """Whether every target id is drafted, under a map that a reader of a full head ignores."""
+    return bool(_maps(drafter)) and drafter.config.draft_vocab_size == drafter.config.vocab_size
+
+
 def _tensors(drafter: Drafter, *, first: str = "layers.0.") -> dict[str, Tensor]:
     state = {n: t for n, t in drafter.state_dict().items() if n != "draft_to_target"}
     named = {
@@ -214,6 +219,8 @@ def _vllm(drafter: Drafter, target: TargetLike | None) -> Layout:
         (
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
+            (len({*config.boundaries}) < len(config.boundaries), "a captured state twice"),
+            (_reorders(drafter), "draft ids of a full vocabulary in another order"),
         ),
     )
     made = _engine(drafter, dialect)
@@ -345,7 +352,6 @@ def _safeailab(drafter: Drafter, target: TargetLike | None) -> Layout:
     config, dialect = drafter.config, Dialect.safeailab
     rope = config.rope
     baseless = rope.rope_type in {"linear", "dynamic"}
-    maps = _maps(drafter)
     _refuse(
         dialect,
         (
@@ -362,10 +368,7 @@ def _safeailab(drafter: Drafter, target: TargetLike | None) -> Layout:
             (rope.rope_type != "default" and not baseless, f"{rope.rope_type} rotation"),
             (baseless and rope.theta != THETA, f"{rope.rope_type} rotation of base {rope.theta}"),
             ("partial_rotary_factor" in rope.parameters, "rotation of a part of the head"),
-            (
-                bool(maps) and config.draft_vocab_size == config.vocab_size,
-                "draft ids of a full vocabulary in another order",
-            ),
+            (_reorders(drafter), "draft ids of a full vocabulary in another order"),
         ),
     )
     if target is None:
