@@ -26,8 +26,8 @@ from driftlab.results.records import (
     Tables,
     _Lock,
     _read_manifest,
-    to_pandas,
     _write_parquet,
+    to_pandas,
 )
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import (
