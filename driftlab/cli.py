@@ -409,9 +409,19 @@ def _suite(name: str, overrides: tuple[str, ...]) -> Experiment:
 def _run(
     spec: Experiment, out: Path, *, strict: bool, command: str, ray: str | None = None
 ) -> None:
+    from driftlab.engines.cell import follow
+    from driftlab.engines.distributed import Ranks
     from driftlab.experiment import run_experiment
 
-    _finish(run_experiment(spec, out, strict=strict, command=command, ray=ray))
+    ranks = Ranks.joined()
+    if ranks.rank:  # one of `accelerate launch`: it helps the first, which owns the run
+        follow(ranks)
+        raise typer.Exit
+    try:
+        run = run_experiment(spec, out, strict=strict, command=command, ray=ray, ranks=ranks)
+    finally:
+        ranks.announce(None)
+    _finish(run)
 
 
 def _redo(

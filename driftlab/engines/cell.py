@@ -22,8 +22,9 @@ from driftlab.analysis.recorder import Columns
 from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
 from driftlab.data.features import Features, FeatureStore
 from driftlab.engines.align import Alignment, Rows, agreement
+from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
-from driftlab.engines.train import initialise, train
+from driftlab.engines.train import TrainResult, initialise, train
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError
 from driftlab.models.checkpoints.load import load_drafter
 from driftlab.models.checkpoints.write import save_drafter
@@ -103,8 +104,10 @@ def finished(job: CellJob) -> bool:
     )
 
 
-def run_cell(job: CellJob, on_step: Progress) -> None:
+def run_cell(job: CellJob, on_step: Progress, ranks: Ranks = ALONE) -> None:
     """Train unless the drafter is there, measure what has no shard yet, write the cell's row.
+
+    With ``ranks``, the other processes are in :func:`follow` and help with the training.
 
     Raises
     ------
@@ -118,7 +121,7 @@ def run_cell(job: CellJob, on_step: Progress) -> None:
         if job.learning is None:
             drafter = load_drafter(job.drafter)
         else:
-            drafter, facts = _trained(job, job.learning, run, teacher, on_step)
+            drafter, facts = _trained(job, job.learning, run, teacher, on_step, ranks)
         _measure(job, run, teacher, drafter, on_step)
     except ResourceError:
         raise  # says nothing of the cell, and there may be no room for its row
@@ -128,22 +131,23 @@ def run_cell(job: CellJob, on_step: Progress) -> None:
     run.write_cell({**job.row, **facts, "status": DONE})
 
 
-def _trained(
-    job: CellJob, learning: Learning, run: RunDirectory, teacher: Frozen, on_step: Progress
-) -> tuple[Drafter, dict[str, Any]]:
-    """The drafter as its files give it, and what the cell's row says of its training."""
-    row, spec = _row(job), learning.spec
-    if row is not None and row["train_steps"] is not None:
-        # A drafter that is gone or damaged is trained again, to the same bytes.
-        with contextlib.suppress(CheckpointError):
-            drafter = load_drafter(job.drafter)
-            on_step(spec.steps)
-            return drafter, {name: row[name] for name in FACTS}
+def follow(ranks: Ranks) -> None:
+    """Help to train what the first process announces, until it announces an end."""
+    while (job := ranks.hear()) is not None:
+        torch.set_num_threads(job.threads)
+        with contextlib.suppress(DriftlabError):  # the first process meets it too, and says so
+            _learn(job, job.learning, Frozen(job.frozen), lambda steps: None, ranks)
+
+
+def _learn(
+    job: CellJob, learning: Learning, teacher: Frozen, on_step: Progress, ranks: Ranks
+) -> tuple[Drafter, TrainResult]:
     chosen = learning.draft_to_target
     mapping = None if chosen is None else torch.tensor(chosen)
     made = initialise(
-        learning.config, teacher, mapping, seed=learning.seed, head_init=spec.head_init
+        learning.config, teacher, mapping, seed=learning.seed, head_init=learning.spec.head_init
     )
+    rows, spec = learning.rows, learning.spec
     result = train(
         made,
         FeatureStore(job.store).open(learning.states),
@@ -151,9 +155,31 @@ def _trained(
         spec,
         seed=learning.seed,
         checkpoint=job.training,
-        alignment=None if learning.rows is None else Alignment(learning.rows, spec.alignment),
+        alignment=None if rows is None else Alignment(rows, spec.alignment),
         on_step=on_step,
+        ranks=ranks,
     )
+    return made, result
+
+
+def _trained(
+    job: CellJob,
+    learning: Learning,
+    run: RunDirectory,
+    teacher: Frozen,
+    on_step: Progress,
+    ranks: Ranks,
+) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter as its files give it, and what the cell's row says of its training."""
+    row = _row(job)
+    if row is not None and row["train_steps"] is not None:
+        # A drafter that is gone or damaged is trained again, to the same bytes.
+        with contextlib.suppress(CheckpointError):
+            drafter = load_drafter(job.drafter)
+            on_step(learning.spec.steps)
+            return drafter, {name: row[name] for name in FACTS}
+    ranks.announce(job)
+    made, result = _learn(job, learning, teacher, on_step, ranks)
     facts = {
         "n_parameters": sum(p.numel() for n, p in made.named_parameters() if "embed" not in n),
         "train_steps": len(result.losses),

@@ -26,7 +26,8 @@ from driftlab.config import DrafterConfig, TrainSpec
 from driftlab.data.features import Batch, Features
 from driftlab.engines.align import Alignment
 from driftlab.engines.anchors import forced_states
-from driftlab.errors import CheckpointError, DataError, NumericsError
+from driftlab.engines.distributed import ALONE, Ranks
+from driftlab.errors import CheckpointError, ConfigError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Teacher, head_logits
 from driftlab.results.shards import atomic_file
@@ -129,6 +130,12 @@ class Supervised:
     def count(self) -> int:
         return int((self.weight > 0).sum())
 
+    def share(self, ranks: Ranks) -> Supervised:
+        """Those of the texts ``ranks.mine``, counted as they stand there."""
+        own = self.text % ranks.size == ranks.rank
+        text = self.text[own] // ranks.size
+        return Supervised(text, self.at[own], self.row[own], self.weight[own])
+
 
 def supervised(drafter: Drafter, batch: Batch, spec: TrainSpec, first: int) -> Supervised:
     """A position counts when its token stands in the response and in the draft vocabulary."""
@@ -145,17 +152,25 @@ def supervised(drafter: Drafter, batch: Batch, spec: TrainSpec, first: int) -> S
 
 
 def ttt_loss(
-    drafter: Drafter, batch: Batch, targets: SoftTargets, spec: TrainSpec
+    drafter: Drafter,
+    batch: Batch,
+    targets: SoftTargets,
+    spec: TrainSpec,
+    ranks: Ranks = ALONE,
 ) -> tuple[Tensor, int]:
     """Weighted loss of one batch, and how many (anchor, step) positions it is a mean over.
 
     A position counts when its token stands in the response and in the draft vocabulary;
     each step's loss is the mean over its own positions. The batch is on the CPU.
+    Each of ``ranks`` gives the part of its own texts, and the count of all.
     """
     device = drafter.norm.weight.device
     first = max(0, int(batch.prompt_lens.min()) - 2)  # the first response token's anchor
-    rows = supervised(drafter, batch, spec, first)
-    tokens, aux = batch.tokens.to(device), batch.aux.to(device)
+    whole = supervised(drafter, batch, spec, first)
+    rows, last = whole.share(ranks), batch.last[ranks.mine]
+    tokens, aux = (x[ranks.mine].to(device) for x in (batch.tokens, batch.aux))
+    if not len(tokens):
+        return torch.zeros((), device=device), whole.count
     guesses = []
     steps = forced_states(drafter, tokens, aux, depth=spec.ttt, first=first)
     for k, state in enumerate(steps):
@@ -163,17 +178,17 @@ def ttt_loss(
         flat = rows.text * states.shape[1] + rows.row[:, k]
         guesses.append(states.flatten(0, 1).index_select(0, flat.to(device)))
     if not rows.count:
-        return torch.zeros((), device=device), 0
+        return torch.zeros((), device=device), whole.count
     total = distillation(
         torch.stack(guesses, dim=1),
         drafter.lm_head.weight,
         rows.weight[:, : len(guesses)].to(device),
         # Position p's distribution stands at the state of position p - 1.
-        batch.last[rows.text, rows.at - 1].to(device),
+        last[rows.text, rows.at - 1].to(device),
         targets,
         scale=drafter.config.logit_scale,
     )
-    return total, rows.count
+    return total, whole.count
 
 
 def distillation(
@@ -266,6 +281,7 @@ def train(
     checkpoint: Path | None = None,
     alignment: Alignment | None = None,
     on_step: Callable[[int], None] = lambda steps: None,
+    ranks: Ranks = ALONE,
 ) -> TrainResult:
     """Train ``drafter`` in place for ``spec.steps`` steps.
 
@@ -274,13 +290,21 @@ def train(
     With ``checkpoint`` the state is saved there every
     ``spec.checkpoint_every`` steps, and a later call with the same arguments goes on from
     it to the same weights that an undisturbed run gives. ``on_step`` is told how many steps
-    were done.
+    were done. With ``ranks``, several processes share each batch and compute what one would; all
+    call this with the same arguments, and the first one saves.
 
     Raises
     ------
+    ConfigError: ``alignment`` with several ``ranks``.
     NumericsError: the loss is not finite. DataError: no position is ever supervised.
     CheckpointError: ``checkpoint`` belongs to another training.
     """
+    if alignment is not None and ranks.size > 1:
+        raise ConfigError(
+            "the alignment loss is a mean over a batch that several processes would share",
+            got=f"{ranks.size} processes",
+            remedy="Train with train.alignment in one process.",
+        )
     started = time.monotonic()
     device = drafter.norm.weight.device
     amp, precision = _precision(spec, device)
@@ -305,9 +329,9 @@ def train(
         if len(losses) == spec.steps:
             break
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            plain = partial(ttt_loss, drafter, batch, targets, spec)
+            plain = partial(ttt_loss, drafter, batch, targets, spec, ranks)
             loss, counted = plain() if alignment is None else alignment.add(plain, drafter, batch)
-        value = float(loss.detach())
+        value = float(ranks.total(loss.detach()))
         if counted:
             if not math.isfinite(value):
                 raise NumericsError(
@@ -316,7 +340,9 @@ def train(
                     remedy="Lower train.lr, or look for non-finite captured states.",
                 )
             optimiser.zero_grad(set_to_none=True)
-            loss.backward()
+            if loss.requires_grad:  # not where all of a batch's texts are other ranks'
+                loss.backward()
+            ranks.sum_gradients(weights)
             nn.utils.clip_grad_norm_(weights, spec.clip, foreach=True)
             for group in optimiser.param_groups:
                 group["lr"] = spec.lr * _cosine(len(losses), spec)
@@ -327,7 +353,8 @@ def train(
         tokens += int(batch.lengths.sum())
         on_step(1)
         done = len(losses) == spec.steps
-        if checkpoint is not None and (done or len(losses) % spec.checkpoint_every == 0):
+        due = done or len(losses) % spec.checkpoint_every == 0
+        if checkpoint is not None and ranks.rank == 0 and due:
             _save(
                 checkpoint,
                 {

@@ -24,10 +24,11 @@ from tqdm import tqdm
 from driftlab.config import Experiment, Origin, refuse_assumptions
 from driftlab.data.features import Features
 from driftlab.engines.cell import CellJob, finished, run_cell
-from driftlab.engines.pool import run_jobs
+from driftlab.engines.distributed import ALONE, Ranks
+from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
 from driftlab.engines.ray_pool import run_jobs_on_ray
-from driftlab.errors import DriftlabError, RunError
+from driftlab.errors import DriftlabError, ResourceError, RunError
 from driftlab.experiment.applied import applied_jobs, find_drafters, unchanged_jobs
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
@@ -45,6 +46,7 @@ def run_experiment(
     command: str = "",
     quiet: bool = False,
     ray: str | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunDirectory:
     """Run every cell of ``experiment`` that ``out`` does not hold yet, and finish its tables.
 
@@ -53,6 +55,8 @@ def run_experiment(
     cache: shared texts and states; by default ``cache`` beside ``out``.
     strict: refuse values that were assumed and not read.
     ray: address of a Ray cluster that runs the cells, or ``local``; see ``engines.ray_pool``.
+    ranks: the processes that train together, of which this is the first; the others are in
+        ``engines.cell.follow`` until this returns or raises.
 
     Raises
     ------
@@ -82,7 +86,7 @@ def run_experiment(
             failed: dict[str, DriftlabError] = {}
             for jobs in phases:
                 todo = [job for job in jobs if not finished(job)]
-                failed |= _run_jobs(todo, experiment, ray, quiet=quiet)
+                failed |= _run_jobs(todo, experiment, ray, ranks, quiet=quiet)
         with run.stage("tables"):
             run.finish()
         if failed:
@@ -216,7 +220,12 @@ def _by_cause(failed: Mapping[str, DriftlabError]) -> str:
 
 
 def _run_jobs(
-    jobs: Sequence[CellJob], experiment: Experiment, ray: str | None, *, quiet: bool
+    jobs: Sequence[CellJob],
+    experiment: Experiment,
+    ray: str | None,
+    ranks: Ranks,
+    *,
+    quiet: bool,
 ) -> dict[str, DriftlabError]:
     """Run the cells in processes of their own. Returns the failed cells and why."""
     if not jobs:
@@ -226,6 +235,8 @@ def _run_jobs(
     os.environ["OMP_WAIT_POLICY"] = "passive"
     with tqdm(total=total, desc=label, disable=True if quiet else None) as bar:
         named, workers = {job.cell: job for job in jobs}, experiment.workers
+        if ranks.size > 1:
+            return _run_together(named, ranks, bar.update)
         if ray is None:
             return run_jobs(named, run_cell, workers=workers, on_step=bar.update)
         return run_jobs_on_ray(
@@ -241,6 +252,21 @@ def _run_jobs(
 def code_in_use() -> tuple[dict[str, str], dict[str, Any] | None]:
     """Versions of what computes numbers, and the state of the checkout."""
     return _versions(), _git_state()
+
+
+def _run_together(
+    jobs: Mapping[str, CellJob], ranks: Ranks, on_step: Progress
+) -> dict[str, DriftlabError]:
+    """One cell after the other, each trained by all ``ranks``."""
+    failed: dict[str, DriftlabError] = {}
+    for name, job in jobs.items():
+        try:
+            run_cell(job, on_step, ranks)
+        except ResourceError:
+            raise
+        except DriftlabError as error:
+            failed[name] = error
+    return failed
 
 
 def _versions() -> dict[str, str]:
