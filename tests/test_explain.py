@@ -83,7 +83,7 @@ def test_rows_are_means_of_the_functions(rows: Columns, pair: tuple[Drafter, Tex
         anchors=anchors,
     )
     known = effects.known[:, 3]
-    assert 0 < int(known.sum()) < len(anchors)
+    assert bool(known.any()) and not bool(effects.known.all())
     for i, region in enumerate(REGIONS):
         wanted = float(effects.mass[i, known, 3].mean())
         assert value(rows, "mass", region, 4) == pytest.approx(wanted, abs=1e-5)
