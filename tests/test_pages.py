@@ -265,6 +265,29 @@ def test_training_lengths_beyond_the_trained_depth(tables: Tables) -> None:
     assert numbers.contrasts["post-helps"].value > 0
 
 
+def test_conditions_beyond_the_paper_stand_beside_their_own_drafter(tables: Tables) -> None:
+    removed = {"interventions": [{"kind": "knock_out_sink"}]}
+    numbers = found("sink", applied(tables, {"sink removed": (removed, 0.5)}), "sink")
+    assert numbers.rows["none+pre_norm, sink removed"]["of its own"].value == pytest.approx(0.5)
+    assert numbers.rows["none+pre_norm, sink removed"]["difference"].value == 0
+    assert set(numbers.frame["x"]) == {"sink removed"}
+    assert set(found("residual", tables, "residual").rows) == set(tables.cells["variant"])
+
+
+def test_agreement_with_the_target_is_by_layer(tables: Tables) -> None:
+    rows = tables.cells[["cell"]].merge(tables.prompts.loc[:, ["prompt", "text"]], how="cross")
+    rows = rows.merge(pd.DataFrame({"layer": [0, 1], "correlation": [0.2, 0.6]}), how="cross")
+    rows = rows.assign(divergence=0.7 - rows["correlation"])
+    numbers = found("agreement", replace(tables, extra={"agreement": rows}), "agreement")
+    row = numbers.rows["per_layer+pre_norm"]
+    assert row["highest correlation"].value == pytest.approx(0.6)
+    assert row["lowest divergence (nats)"].value == pytest.approx(0.1)
+    curve = numbers.frame.query(
+        "panel == 'correlation with the target' and line == 'none+pre_norm'"
+    )
+    assert dict(zip(curve["x"], curve["value"].round(6), strict=True)) == {0: 0.2, 1: 0.6}
+
+
 # --- tables that are committed ------------------------------------------------------------------
 
 

@@ -205,11 +205,7 @@ class Page:
     @property
     def short(self) -> str:
         """The title's first word: T1, Flagship."""
-        return (
-            self.text.title.split(".")[0]
-            if self.id[0] != "s"
-            else self.id.upper().replace("-", ".")
-        )
+        return self.text.title.split(". ")[0]
 
     def cells(self) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Rows of the table: whose (``paper`` or a base), row, and text by column."""
@@ -339,7 +335,8 @@ class Paper:
     def short(self, page: Page) -> str:
         """One sentence a base: how many of the page's statements agree."""
         if not page.text.claims:
-            return "There is nothing to compare yet."
+            told = {True: "Measured", False: "Not run"}[bool(page.measured)]
+            return f"{told}; the paper has no numbers to compare with."
         out = []
         for base, label in self.text.bases.items():
             tally = _tally(page, base)
@@ -410,7 +407,7 @@ class Paper:
 
     def _claims(self, page: Page) -> str:
         if not page.text.claims:
-            return "Nothing to compare."
+            return "The paper says nothing about this."
         names = list(self.text.bases.values())
         rows = []
         for claim in page.text.claims:
@@ -494,6 +491,8 @@ def _whys(page: Page) -> str:
         judged = [j for j in page.judged[claim.id].values() if j.verdict not in _SILENT]
         if judged:
             out.append(f"- {claim.says} {judged[0].why}")
+    if not page.text.claims:
+        return "No statement, so no reading of it."
     return "\n".join(out) or "Nothing has been run, so there is nothing to explain."
 
 

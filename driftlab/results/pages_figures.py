@@ -77,7 +77,7 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
     following = [*shown[1:], None]
     named = [q is None or q.x != p.x for p, q in zip(shown, following, strict=True)]
     gaps = [
-        (_GAP if n else 0.22) + 0.1 * (p.x == "condition")
+        (_GAP if n else 0.22) + (0.55 if _many(frame, p) else 0.1) * (p.x == "condition")
         for p, n in zip(shown, named, strict=True)
     ]
     height = _TOP + row * len(shown) + sum(gaps) + legend
@@ -111,6 +111,11 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
             top -= row + gap
         _legend(figure, style, columns)
     return figure
+
+
+def _many(frame: pd.DataFrame, panel: Panel) -> bool:
+    """The places of a panel are so many that their names are turned."""
+    return frame.loc[frame["panel"] == panel.name, "x"].nunique() > 4
 
 
 _RC: dict[str, Any] = {
@@ -194,9 +199,9 @@ def _dots(ax: Axes, part: pd.DataFrame, style: Mapping[str, Any]) -> None:
             at, rows["value"], yerr=None if np.isnan(spread).all() else spread,
             color=colour, marker=marker, linestyle="none", elinewidth=0.9, capsize=2,
         )  # fmt: skip
-    ax.set_xticks(
-        range(len(places)), [p.replace(", ", ",\n").replace(" + ", " +\n") for p in places]
-    )
+    turned: dict[str, Any] = {"rotation": 35, "ha": "right"} if len(places) > 4 else {}
+    names = [p.replace(", ", ",\n").replace(" + ", " +\n") for p in places]
+    ax.set_xticks(range(len(places)), names, **turned)
     ax.set_xlim(-0.5, len(places) - 0.5)
     ax.grid(axis="x", visible=False)
 

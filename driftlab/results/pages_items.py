@@ -764,6 +764,120 @@ def context(runs: Mapping[str, Numbers]) -> Found | None:
     return rows, contrasts, points("accepted drafts", drawn)
 
 
+# --- beyond the paper ---------------------------------------------------------------------------
+
+
+def changed(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
+    """Every condition of an applied experiment beside the same drafter unchanged."""
+
+    def find(runs: Mapping[str, Numbers]) -> Found | None:
+        run = runs[experiment]
+        last = run.deepest
+        rows: dict[str, dict[str, Estimate]] = {}
+        kept, drawn = [], []
+        for own in (g for g in run.free.groups if not g.condition and g.axis == "trained"):
+            rows[own.label] = {"drafts": run.number(run.drafts(own))}
+            before = run.forced.accuracy(own, last) if run.has_forced else None
+            if before is not None:
+                rows[own.label][f"forced @{last}"] = run.number(before)
+            for condition, g in run.conditions(own):
+                part = relative(run, run.kept(g, own))
+                row = {"drafts": run.number(run.drafts(g)), "of its own": part}
+                kept.append((own.label, condition["name"], part))
+                if before is not None:
+                    after = run.forced.accuracy(g, last)
+                    difference = run.less(after, before)
+                    row |= {f"forced @{last}": run.number(after), "difference": difference}
+                    drawn.append((own.label, condition["name"], difference))
+                rows[f"{own.label}, {condition['name']}"] = row
+        if not kept:
+            return None
+        frames = [points("accepted drafts, of its own", kept)]
+        if drawn:
+            frames.append(points("forced accuracy, less its own", drawn))
+        return rows, {}, together(frames)
+
+    return find
+
+
+def trained(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
+    """Every variant of an experiment that trains, side by side."""
+
+    def find(runs: Mapping[str, Numbers]) -> Found | None:
+        run = runs[experiment]
+        last = run.deepest
+        groups = [g for g in run.free.groups if g.axis == "trained" and not g.condition]
+        rows = {
+            g.label: {
+                "drafts": run.number(run.drafts(g)),
+                **(
+                    {f"forced @{d}": run.number(run.forced.accuracy(g, d)) for d in (1, last)}
+                    if run.has_forced
+                    else {}
+                ),
+                f"growth 1-{run.deep}": run.growth(g, 1, run.deep),
+                "sink @1": run.level(g, "sink", 1),
+                f"own drafts @{last}": run.level(g, "draft_mass", last),
+            }
+            for g in groups
+        }
+        lines: dict[str, Group | None] = {g.label: g for g in groups}
+        curves = [run.means("RMS of the state", "log_rms_state_pre", lines)]
+        if run.has_forced:
+            curves.append(run.accuracy("forced accuracy", lines))
+        return rows, {}, together(curves)
+
+    return find
+
+
+def agreement(runs: Mapping[str, Numbers]) -> Found | None:
+    """Correlation and divergence of a drafter's attention and its target's, by target layer."""
+    run = runs["agreement"]
+    table = run.tables.extra.get("agreement")
+    if table is None:
+        return None
+    table = table[table["text"] == run.free.kind.text]
+    layers = tuple(sorted(int(i) for i in table["layer"].unique()))
+    cells = run.tables.cells.set_index("cell")
+    rows: dict[str, dict[str, Estimate]] = {}
+    cubes: dict[str, dict[str, np.ndarray]] = {"correlation": {}, "divergence": {}}
+    for g in (g for g in run.free.groups if not g.condition):
+        for measure in cubes:
+            cube = np.full((len(run.free.seeds), len(run.free.prompts), len(layers)), np.nan)
+            mine = table["cell"].map(cells["variant"]).astype(str) == g.variant
+            for cell, prompt, layer, value in table.loc[
+                mine, ["cell", "prompt", "layer", measure]
+            ].itertuples(index=False):
+                seed = run.free.seeds.index(int(cells.loc[cell, "seed"]))
+                if prompt in run.free.prompts and value is not None:
+                    place = run.free.prompts.index(str(prompt)), layers.index(int(layer))
+                    cube[seed, *place] = value
+            cubes[measure][g.label] = cube
+        found = cubes["correlation"][g.label]
+        best = int(np.nanargmax(np.nanmean(found, axis=(0, 1))))
+        rows[g.label] = {
+            "highest correlation": run.number(Sample(found[:, :, best])),
+            f"last layer ({layers[-1]})": run.number(Sample(found[:, :, -1])),
+            "lowest divergence (nats)": run.number(
+                Sample(
+                    cubes["divergence"][g.label][
+                        :, :, int(np.nanargmin(np.nanmean(cubes["divergence"][g.label], (0, 1))))
+                    ]
+                )
+            ),
+        }
+    by_layer = replace(run.free, index=layers)
+    frames = [run.curve(f"{m} with the target", by_layer, lines) for m, lines in cubes.items()]
+    return rows, {}, together(frames)
+
+
+_CHANGED = (
+    Panel("accepted drafts, of its own", "condition"),
+    Panel("forced accuracy, less its own", "condition", zero=True),
+)
+_TRAINED = (Panel("forced accuracy"), Panel("RMS of the state", log=True))
+
+
 # --- all of them --------------------------------------------------------------------------------
 
 
@@ -813,6 +927,19 @@ ITEMS: dict[str, Item] = {
     "f7": Item("mtp", lambda runs: None),
     "f10": Item("ttt", extrapolation, (Panel("conditional acceptance"), Panel("forced accuracy"))),
     "s5-2": Item("template", template, (Panel("accepted drafts", "condition"),)),
+    **{
+        name: Item(name, changed(name), _CHANGED)
+        for name in ("swap", "sink", "self-keys", "layers", "quantized", "temperature")
+    },
+    "agreement": Item(
+        "agreement",
+        agreement,
+        (
+            Panel("correlation with the target", "target layer"),
+            Panel("divergence with the target", "target layer"),
+        ),
+    ),
+    **{name: Item(name, trained(name), _TRAINED) for name in ("residual", "alignment")},
     "s5-3": Item("context", context, (Panel("accepted drafts", "tokens before the prompt"),)),
 }
 
