@@ -37,6 +37,9 @@ PRIMARY = ("growth", "accuracy", "length")
 """Measures whose interaction of the two norms is reported as well."""
 
 
+Role = Literal["primary", "family", "exploratory"]
+
+
 @dataclass(frozen=True)
 class Answer:
     """One question, one sentence, and the numbers in it.
@@ -52,7 +55,7 @@ class Answer:
     estimates: Mapping[str, Estimate]
     basis: str
     p: Mapping[str, float] = field(default_factory=dict)
-    role: Literal["primary", "family", "exploratory"] = "exploratory"
+    role: Role = "exploratory"
 
     def __str__(self) -> str:
         return self.sentence
@@ -283,7 +286,7 @@ def _registered(tables: Tables, kind: TextKind | None) -> list[Answer]:
     found = registered(tables, kind)
     late = changed_since(tables)
     for one in found:
-        role = "primary" if one.primary else "family"
+        role: Role = "primary" if one.primary else "family"
         head = f"{role.capitalize()} comparison, {one.comparison}: {one.name}"
         if math.isnan(one.effect.value):
             text = f"{head} is {one.effect.note}."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from driftlab.config import Analysis, Contrast
 from driftlab.results.quantities import own_share
 from driftlab.results.records import Tables
-from driftlab.results.slices import Group, Slice, TextKind, modes, take
+from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, take
 from driftlab.results.stats import Estimate, Sample, estimate, holm, not_available
 
 FACTORS = (
@@ -81,11 +81,11 @@ def changed_since(tables: Tables) -> str:
 def _compare(
     tables: Tables, contrast: Contrast, kind: TextKind | None
 ) -> tuple[Estimate, Estimate, Estimate, str]:
-    mode = "forced" if contrast.measure == "forced accuracy" else "free"
+    mode: Mode = "forced" if contrast.measure == "forced accuracy" else "free"
     if mode not in modes(tables):
         missing = not_available(f"no {mode} chains were measured")
         return missing, missing, missing, ""
-    piece = take(tables, mode, kind)  # type: ignore[arg-type]
+    piece = take(tables, mode, kind)
     sample, ratio, unit = _sampler(piece, contrast)
     pairs = _pairs(piece, contrast)
     if sample is None or not pairs:

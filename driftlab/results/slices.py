@@ -96,12 +96,19 @@ def without_conditions(tables: Tables) -> Tables:
     if not isinstance(config, Mapping) or not config.get("applied"):
         return tables
     plain = tables.cells[tables.cells["axis"] == "trained"]
-    kept = {
-        name: frame[frame["cell"].isin(plain["cell"])]
-        for name, frame in (("depths", tables.depths), ("heads", tables.heads))
-    }
-    fused = tables.fused[tables.fused["cell"].isin(plain["cell"])]
-    return replace(tables, cells=plain, **kept, fused=fused, extra={}, cache={})
+
+    def kept(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[frame["cell"].isin(plain["cell"])]
+
+    return replace(
+        tables,
+        cells=plain,
+        depths=kept(tables.depths),
+        heads=kept(tables.heads),
+        fused=kept(tables.fused),
+        extra={},
+        cache={},
+    )
 
 
 def modes(tables: Tables) -> tuple[Mode, ...]:
