@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +27,7 @@ ROOT = HERE.parent.parent
 LIMIT = 240  # seconds for one mutation
 PRELOADED = (
     *("numpy", "scipy.stats", "pandas", "pyarrow.parquet", "torch", "transformers", "einops"),
-    *("transformers.models.llama.modeling_llama", "safetensors.torch", "hypothesis", "pytest"),
-    "pydantic",
+    *("transformers.models.llama.modeling_llama", "safetensors.torch", "pydantic"),
 )
 
 
@@ -50,7 +50,12 @@ def run_tests(copy: Path, tests: Sequence[str], log: Path) -> str:
             if not str(driftlab.__file__).startswith(str(copy)):
                 os._exit(98)
             words = ["-x", "-q", "-p", "no:cacheprovider", "--timeout", "0"]
+            # What is imported already cannot be rewritten, and need not be.
+            words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             code = int(pytest.main([*words, *(f"tests/{t}" for t in tests)]))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(code)
     deadline = time.monotonic() + LIMIT
