@@ -58,8 +58,12 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
         )
         for r in range(2)
     ]  # fmt: skip
-    drafter, alone = ranks_job.learn(tmp_path, key)
-    assert [process.wait(timeout=600) for process in started] == [0, 0]
+    try:
+        drafter, alone = ranks_job.learn(tmp_path, key)
+        assert [process.wait(timeout=600) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
     (first, losses, size), (second, same, _) = (
         torch.load(tmp_path / f"rank-{r}.pt", weights_only=True) for r in range(2)
     )
