@@ -101,9 +101,7 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
                     ax.text(0.5, 0.5, "not measured", ha="center", transform=ax.transAxes)
                     continue
                 _panel(ax, part, panel, style)
-                ax.set_ylabel(
-                    panel.name + (" (% of own)" if panel.per_cent else "") if not j else ""
-                )
+                ax.set_ylabel(panel.name + (" (%)" if panel.per_cent else "") if not j else "")
                 if not name:
                     ax.set_xlabel("")
                 if panel is shown[0]:
@@ -168,7 +166,7 @@ def _panel(ax: Axes, part: pd.DataFrame, panel: Panel, style: Mapping[str, Any])
         ax.set_xscale("log")
         ax.set_xticks(sorted(part["x"].unique()))
         ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter("")
+        ax.minorticks_off()
         ax.set_xlabel("noise, times the RMS of what it is added to")
     elif panel.x.startswith("tokens"):
         ax.set_xticks(sorted(part["x"].unique()))

@@ -531,9 +531,7 @@ def noise(runs: Mapping[str, Numbers]) -> Found | None:
                 "drafts": run.number(run.drafts(own)),
                 **{f"{a:g}": per_cent(e) for a, e in part.items()},
             }
-            frames.append(
-                points(f"noise on the {path} path", ((name, a, e) for a, e in part.items()))
-            )
+            frames.append(points(f"kept, {path} path", ((name, a, e) for a, e in part.items())))
     if not rows:
         return None
 
@@ -792,9 +790,9 @@ def changed(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
                 rows[f"{own.label}, {condition['name']}"] = row
         if not kept:
             return None
-        frames = [points("accepted drafts, of its own", kept)]
+        frames = [points("accepted, of its own", kept)]
         if drawn:
-            frames.append(points("forced accuracy, less its own", drawn))
+            frames.append(points("accuracy less its own", drawn))
         return rows, {}, together(frames)
 
     return find
@@ -867,13 +865,13 @@ def agreement(runs: Mapping[str, Numbers]) -> Found | None:
             ),
         }
     by_layer = replace(run.free, index=layers)
-    frames = [run.curve(f"{m} with the target", by_layer, lines) for m, lines in cubes.items()]
+    frames = [run.curve(m, by_layer, lines) for m, lines in cubes.items()]
     return rows, {}, together(frames)
 
 
 _CHANGED = (
-    Panel("accepted drafts, of its own", "condition"),
-    Panel("forced accuracy, less its own", "condition", zero=True),
+    Panel("accepted, of its own", "condition"),
+    Panel("accuracy less its own", "condition", zero=True),
 )
 _TRAINED = (Panel("forced accuracy"), Panel("RMS of the state", log=True))
 
@@ -919,9 +917,7 @@ ITEMS: dict[str, Item] = {
     "t3": Item(
         "noise",
         noise,
-        tuple(
-            Panel(f"noise on the {p} path", "alpha", per_cent=True) for p in ("hidden", "embedding")
-        ),
+        tuple(Panel(f"kept, {p} path", "alpha", per_cent=True) for p in ("hidden", "embedding")),
     ),
     "t4": Item("pin", pin, (Panel("forced accuracy"), Panel("RMS as fed back", log=True))),
     "f7": Item("mtp", lambda runs: None),
@@ -935,8 +931,8 @@ ITEMS: dict[str, Item] = {
         "agreement",
         agreement,
         (
-            Panel("correlation with the target", "target layer"),
-            Panel("divergence with the target", "target layer"),
+            Panel("correlation", "target layer"),
+            Panel("divergence", "target layer"),
         ),
     ),
     **{name: Item(name, trained(name), _TRAINED) for name in ("residual", "alignment")},
