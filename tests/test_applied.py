@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import small
 
 from driftlab.analysis.interventions import noise
+from driftlab.config import Experiment
 from driftlab.engines import cell
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment import run_experiment
@@ -21,6 +23,7 @@ from driftlab.results.merge import merge
 from driftlab.results.quantities import conditional_by_depth, shares_of_own_length
 from driftlab.results.records import RunDirectory
 from driftlab.results.registered import registered
+from driftlab.results.slices import take, without_conditions
 
 CONDITIONS = """applied.conditions=[
  {name = "noisy", interventions = [{kind = "noise", alpha = 0.5}]},
@@ -52,7 +55,7 @@ def applied() -> Path:
     return out
 
 
-def spec(*settings: str):
+def spec(*settings: str) -> Experiment:
     drafters = f"applied.drafters={json.dumps(str(small.home() / 'done'))}"
     return small.spec(
         *(drafters, 'applied.text="sampled"', CONDITIONS, ANALYSIS, "measure.agreement=true"),
@@ -267,3 +270,27 @@ def test_unlike_runs_are_not_merged() -> None:
 
 def test_noise_is_the_same_object_either_way() -> None:
     assert cell.from_settings({"kind": "noise", "alpha": 0.5}) == noise(0.5)
+
+
+def test_a_loop_is_left_out_of_the_condition_that_it_is_in() -> None:
+    tables = RunDirectory.open(applied()).tables()
+    texts = tables.extra["texts"].copy()
+    prompt = str(texts["prompt"].iloc[0])
+    plain = np.isfinite(take(tables, "free").cube("n")[..., 0]).sum()
+    texts["loops"] = (texts["condition"] == "bare") & (texts["prompt"] == prompt)
+    looping = replace(tables, extra={**tables.extra, "texts": texts}, cache={})
+    piece = take(looping, "free")
+    assert piece.left_out == 1
+    for group in piece.groups:
+        there = np.isfinite(piece.at(group, "n", 1))[0, piece.prompts.index(prompt)]
+        assert there == (group.condition != "bare"), group.label
+    left = np.isfinite(piece.cube("n")[..., 0]).sum()
+    assert left == plain - 2, "one text, two drafters"
+
+
+def test_figures_show_the_drafters_without_conditions() -> None:
+    tables = RunDirectory.open(applied()).tables()
+    plain = without_conditions(tables)
+    assert set(plain.cells["condition"]) == {""} and set(plain.depths["cell"]) == set(small.CELLS)
+    other = RunDirectory.open(small.home() / "done").tables()
+    assert without_conditions(other) is other
