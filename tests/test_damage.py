@@ -1,0 +1,136 @@
+"""Limits of the system and damaged files: the same command ends with the same tables, or says why.
+
+More of the kind: test_experiment.py (killed, starved and damaged runs), test_records.py,
+test_features.py, test_pool.py, and tests/reliability/kill.py.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+
+from driftlab import cli
+from driftlab.engines import cell, train
+from driftlab.errors import CheckpointError
+from driftlab.experiment import run_experiment
+from driftlab.models.frozen import Frozen
+
+
+@pytest.fixture
+def out() -> Iterator[Path]:
+    path = small.home() / "damage"
+    with small.shrunk():
+        yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def in_a_child(words: list[str], before: Callable[[], Any], said: Path) -> int:
+    """Exit code of a command in a process that ``before`` has limited; stderr goes to ``said``."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(handle, 2)
+            sys.stderr = os.fdopen(2, "w")
+            before()
+            cli.main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def command(out: Path) -> list[str]:
+    return ["ablate", "--suite", "micro", "--out", str(out), *small.arguments()]
+
+
+def test_a_file_that_may_not_grow(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own limit on the size of a file, in the middle of a run."""
+    monkeypatch.setattr(cli, "_finish", lambda run: None)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    said = tmp_path / "said"
+    assert in_a_child(command(out), limit, said) == 2
+    lines = said.read_text().splitlines()
+    assert len(lines) == 2 and "no space left" in lines[0] and "Free some space" in lines[1]
+    run_experiment(small.spec(), out, quiet=True)
+    assert small.contents(out) == small.contents(small.home() / "done")
+    assert small.leftovers(out) == []
+
+
+def test_a_folder_that_is_read_only(tmp_path: Path, out: Path) -> None:
+    """As somebody else than root, whom no permission stops."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    said = tmp_path / "said"
+    said.touch()
+    said.chmod(0o666)
+    code = in_a_child(command(locked / "run"), lambda: os.setuid(65534), said)
+    lines = said.read_text().splitlines()
+    assert code == 2 and len(lines) == 2, lines
+    assert str(locked / "run") in lines[0] and "Permission denied" in lines[0]
+    assert list(locked.iterdir()) == []
+
+
+def test_damaged_parts_of_the_target_are_written_again(out: Path) -> None:
+    shutil.copytree(small.home() / "done", out)
+    next((out / "shards").rglob("*.shard")).unlink()
+    (path,) = (small.home() / "cache" / "frozen").glob("*.safetensors")
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-100] ^= 1
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(CheckpointError, match=r"checksum does not agree"):
+        Frozen(path)
+    run_experiment(small.spec(), out, quiet=True)
+    assert path.read_bytes() == whole
+    assert small.contents(out) == small.contents(small.home() / "done")
+
+
+def test_a_damaged_training_checkpoint_is_refused_by_name(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of the weights: torch would read it without a word."""
+    plain, saved = train._save, 0
+
+    def stop(path: Path, state: dict) -> None:
+        nonlocal saved
+        plain(path, state)
+        saved += 1
+        if saved == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_experiment(small.spec(), out, quiet=True)
+    (path,) = (out / "training").glob("*.pt")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(Exception, match=r"training checkpoint .* cannot be read") as caught:
+        run_experiment(small.spec(), out, quiet=True)
+    assert path.name in str(caught.value)
+    path.unlink()
+    run_experiment(small.spec(), out, quiet=True)
+    assert small.contents(out) == small.contents(small.home() / "done")
+    assert cell.DONE in small.status(out).values()
