@@ -582,7 +582,7 @@ def pin(runs: Mapping[str, Numbers]) -> Found | None:
             "ratio": relative(run, kept[name]),
         }
         lines: dict[str, Group | None] = {f"{name}, plain": own, f"{name}, pinned": pinned}
-        drawn.append(run.means("RMS as fed back", "log_rms_feedback", lines))
+        drawn.append(run.means("RMS of the state", "log_rms_state_pre", lines))
         if run.has_forced:
             was, now = (run.forced.accuracy(g, last) for g in (own, pinned))
             deep[name] = run.less(now, was)
@@ -919,7 +919,7 @@ ITEMS: dict[str, Item] = {
         noise,
         tuple(Panel(f"kept, {p} path", "alpha", per_cent=True) for p in ("hidden", "embedding")),
     ),
-    "t4": Item("pin", pin, (Panel("forced accuracy"), Panel("RMS as fed back", log=True))),
+    "t4": Item("pin", pin, (Panel("forced accuracy"), Panel("RMS of the state", log=True))),
     "f7": Item("mtp", lambda runs: None),
     "f10": Item("ttt", extrapolation, (Panel("conditional acceptance"), Panel("forced accuracy"))),
     "s5-2": Item("template", template, (Panel("accepted drafts", "condition"),)),
