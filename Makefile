@@ -10,6 +10,8 @@ OUT    ?= runs
 # The stamp's name carries the pins, so that a changed pin is installed and an unchanged one is not.
 READY := $(VENV)/ready-$(shell cat requirements.lock pyproject.toml | cksum | cut -d ' ' -f 1)
 
+BENCH_RUN   := papers/attention-drift/runs/norms-micro
+
 GGUF        := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 GGUF_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
@@ -22,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup ablate smollm2 vllm-check test test-slow reliability fuzz mutation audit lint types notebooks figures note reproduce reproduce-micro clean
+.PHONY: help setup ablate smollm2 vllm-check test test-slow reliability fuzz mutation bench bench-smoke bench-peers audit lint types notebooks figures note reproduce reproduce-micro clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +79,15 @@ fuzz: $(READY) ## damage what is read, for SECONDS (300): only driftlab's own er
 
 mutation: $(READY) ## break the code on purpose in 40 places: a test notices each
 	$(BIN)/python tests/reliability/mutations.py
+
+bench: $(READY) ## time every stage against alternatives and the machine (BENCH: folder for it)
+	$(BIN)/driftlab bench --stored $(BENCH_RUN) --out $(or $(BENCH),$(OUT)/bench)
+
+bench-smoke: $(READY) ## the cheap ratios at small sizes, printed
+	$(BIN)/driftlab bench --smoke --repeats 2 --stored $(BENCH_RUN)
+
+bench-peers: $(READY) ## the training step beside speculators and SpecForge (own venv, 2 GB)
+	$(BIN)/python experiments/bench_peers/bench.py --out $(or $(BENCH),$(OUT)/bench)
 
 audit: $(READY) ## known faults of the pinned packages (asks the network; needs pip-audit)
 	@$(BIN)/python -m pip_audit --version >/dev/null 2>&1 || { \

@@ -265,6 +265,43 @@ def export(
 
 
 @app.command()
+def bench(
+    stage: Annotated[
+        list[str] | None, typer.Option(help="Only this stage; may be given several times.")
+    ] = None,
+    smoke: Annotated[bool, typer.Option(help="Small sizes, well under a minute.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 5,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="NAME=COMMAND of another trainer to time.")
+    ] = None,
+    stored: Annotated[
+        Path, typer.Option(help="A finished run, of which figures are drawn.")
+    ] = Path("runs/micro"),
+    out: Annotated[Path | None, typer.Option(help="Folder for table and figure.")] = None,
+) -> None:
+    """Measure the machine, and how near each stage comes to it and to the alternatives."""
+    from driftlab.bench import machine, run
+    from driftlab.results import bench_figure, bench_rows
+
+    peers = dict(_named(word) for word in peer or ())
+    found, rows = run(
+        stage or (), smoke=smoke, repeats=repeats, peers=peers, stored=stored, say=typer.echo
+    )
+    typer.echo(f"\n{bench_rows.table(rows)}\n\n{bench_rows.goals(rows)}")
+    if out is not None:
+        kept = bench_rows.store(out, machine.stored(found), rows)
+        bench_figure.draw(out, kept)
+        typer.echo(f"\n{out}: bench.json, bench.csv, bench.png, bench.pdf")
+
+
+def _named(word: str) -> tuple[str, str]:
+    name, equals, command = word.partition("=")
+    if not (name and equals and command):
+        raise ConfigError("--peer is NAME=COMMAND", got=word, remedy="See docs/benchmarks.md.")
+    return name, command
+
+
+@app.command()
 def sites(
     boundaries: Annotated[int, typer.Option(min=0, help="Number of captured states.")] = 3,
 ) -> None:
@@ -452,6 +489,7 @@ def _finish(run: RunDirectory) -> None:
     """Draw, report, and print the answers with the paths of what was written."""
     from driftlab.results.answers import answers, summary_table
     from driftlab.results.figures import save_figures
+    from driftlab.results.hints import hints
     from driftlab.results.precision import precision_note
     from driftlab.results.report import write_report
     from driftlab.results.slices import without_conditions
@@ -464,6 +502,10 @@ def _finish(run: RunDirectory) -> None:
         typer.echo(f"assumed: {name} = {source['value']} ({source['where']})")
     if said := precision_note(run.manifest.get("precision")):
         typer.echo(f"precision: {said}")
+    if (share := run.manifest.get("supervised")) is not None:
+        typer.echo(f"supervised: {share:.1%} of the tokens to learn from")
+    for said in [*run.manifest.get("differs", []), *hints(tables)]:
+        typer.echo(f"warning: {said}")
     typer.echo("")
     typer.echo(_table(summary_table(without_conditions(tables))))
     typer.echo("")

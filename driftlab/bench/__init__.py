@@ -1,0 +1,70 @@
+"""`driftlab bench`: what the machine can do, and how near each stage comes to it.
+
+Every figure says what it is a ratio of. Nothing is asserted: a slow machine is no fault.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from driftlab.bench import drafting, files, machine, targets
+from driftlab.bench.shapes import Bench
+from driftlab.errors import ConfigError
+from driftlab.results.bench_rows import Row
+
+STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "probing": drafting.probing,
+    "training": drafting.training,
+    "growth": drafting.grown_training,
+    "continuation": targets.continuation,
+    "states": targets.states,
+    "masses": drafting.masses,
+    "records": files.records,
+    "startup": files.startup,
+    "ablate": files.ablation,
+}
+ON_REQUEST = ("ablate",)
+"""Stages that run only when they are named."""
+
+
+def run(
+    stages: Sequence[str],
+    *,
+    smoke: bool,
+    repeats: int,
+    peers: dict[str, str],
+    stored: Path,
+    say: Callable[[str], None],
+) -> tuple[machine.Machine, list[Row]]:
+    """Measure the machine, then each stage; () is all that need not be named.
+
+    peers: name -> command of other trainers (see `driftlab.bench.peers`). stored: a finished run,
+    of which figures are drawn. ``say`` is told what was done, as it is done.
+
+    Raises ConfigError for a stage that does not exist.
+    """
+    if unknown := sorted(set(stages) - set(STAGES)):
+        raise ConfigError(
+            f"there is no stage {unknown[0]!r}", remedy=f"Stages: {', '.join(STAGES)}."
+        )
+    chosen = stages or [name for name in STAGES if name not in ON_REQUEST]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Row] = []
+    with machine.threads(1):
+        found = machine.measure(device, smoke=smoke)
+        say(machine.text(found))
+        with tempfile.TemporaryDirectory(prefix="driftlab-bench-") as folder:
+            bench = Bench(found, device, not smoke, repeats, Path(folder), stored, peers, say)
+            for name in chosen:
+                start = time.monotonic()
+                for row in STAGES[name](bench):
+                    rows.append(row)
+                say(f"{name}: {time.monotonic() - start:.1f} s")
+    found.facts["load_after"] = [round(x, 1) for x in os.getloadavg()]
+    return found, rows

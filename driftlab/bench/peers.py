@@ -1,0 +1,141 @@
+"""Other trainers on the same step, each in a process and an environment of its own.
+
+A peer is any command that speaks lines of JSON: it is told ``{"load": FILE}``, ``{"check": FILE}``
+and ``{"step": true}``, and answers ``{"ready": NAME}``, ``{"loss": x}`` and ``{"wall": s,
+"busy": s}``. Between its turns it waits for a line and takes no time from others.
+FILE is what `torch.save` wrote: a job as `save_job` describes it, and gradients by our names.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from driftlab.bench.timing import Sample
+from driftlab.config import TrainSpec
+from driftlab.data.features import Batch
+from driftlab.errors import DriftlabError, ResourceError
+from driftlab.models.drafter import Drafter
+
+
+def save_job(
+    path: Path,
+    drafter: Drafter,
+    batch: Batch,
+    learned: Tensor,
+    teacher_head: Tensor,
+    spec: TrainSpec,
+    *,
+    autocast: bool,
+) -> None:
+    """Write one training step for a peer.
+
+    learned: bool [B, S], positions whose guess bears loss. Row j of a peer is our anchor j: it
+    reads token j+1 and guesses j+2. teacher_head: [V, Ht]. ``last`` is after the final norm.
+    """
+    config = drafter.config
+    job = {
+        "weights": {k: v for k, v in drafter.state_dict().items() if k != "draft_to_target"},
+        "draft_to_target": drafter.draft_to_target,
+        "config": {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "draft_vocab_size": config.draft_vocab_size,
+            "rms_norm_eps": config.norm_eps,
+            "rope_theta": config.rope.theta,
+            "max_position_embeddings": config.rope.max_position,
+        },
+        "ids": batch.tokens[:, 1:],
+        "aux": batch.aux[:, :-1],
+        "last": batch.last[:, 1:],
+        "mask": torch.cat([learned[:, 2:], torch.zeros(len(learned), 1, dtype=torch.bool)], dim=1),
+        "head": teacher_head,
+        "depth": spec.ttt,
+        "decay": spec.decay,
+        "autocast": autocast,
+    }
+    torch.save(job, path)
+
+
+class Peer:
+    """One running peer. Raises ResourceError when its command fails or says something else."""
+
+    def __init__(self, name: str, command: str, job: Path) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        try:
+            self._process = subprocess.Popen(
+                shlex.split(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+        except OSError as error:
+            raise ResourceError(
+                f"peer {name} does not start", got=error, remedy="Make it with `make bench-peers`."
+            ) from None
+        self._ask(load=str(job))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._log.close()
+
+    def check(self, path: Path) -> tuple[float, Mapping[str, Tensor]]:
+        """The peer's loss and its gradients, by our parameters' names."""
+        loss = self._ask(check=str(path))["loss"]
+        return float(loss), torch.load(path, weights_only=True)
+
+    def step(self) -> Sample:
+        """One step of loss and gradients, timed by the peer itself."""
+        found = self._ask(step=True)
+        return Sample(found["wall"], found["busy"])
+
+    def _ask(self, **what: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(what), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
+        except (ValueError, BrokenPipeError):
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace").strip().splitlines()
+            self._process.kill()
+            raise ResourceError(
+                f"peer {self.name} failed at {next(iter(what))}",
+                got=said[-1] if said else "no message",
+                remedy="Run its command by hand and give it that line of JSON.",
+            ) from None
+
+
+def disagreement(
+    ours: tuple[float, Mapping[str, Tensor]], theirs: tuple[float, Mapping[str, Tensor]]
+) -> float:
+    """Largest relative difference: of the losses, and of each gradient in L2.
+
+    Raises DriftlabError when the peer has other gradients than ours.
+    """
+    if set(ours[1]) != set(theirs[1]):
+        raise DriftlabError(
+            "a peer learns other parameters", got=sorted(set(ours[1]) ^ set(theirs[1]))[:4]
+        )
+    found = [abs(ours[0] - theirs[0]) / abs(ours[0])]
+    found += [float((theirs[1][k] - g).norm() / g.norm()) for k, g in ours[1].items()]
+    return max(found)

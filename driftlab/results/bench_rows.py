@@ -1,0 +1,115 @@
+"""What `driftlab bench` measured: rows, their files, and the table that is printed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from driftlab.errors import DataError
+from driftlab.results.shards import atomic_file
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of one stage at one size.
+
+    seconds: median wall time of ``n`` runs; fastest: the least; busy: least time of the
+    processors, or of the GPU. share: of the roofline (products at the machine's peak, copies at
+    its bandwidth) that busy reaches. ratio: see ``of``. memory: MiB at the peak, where asked.
+    """
+
+    stage: str
+    case: str
+    size: str
+    dtype: str = ""
+    seconds: float | None = None
+    fastest: float | None = None
+    busy: float | None = None
+    n: int = 0
+    gflop: float | None = None
+    gbyte: float | None = None
+    share: float | None = None
+    memory: float | None = None
+    ratio: float | None = None
+    of: str = ""
+    goal: str = ""
+    note: str = ""
+
+
+def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
+    """Write bench.json and bench.csv; stages of an earlier run that were not run now are kept.
+
+    ``machine`` is kept with each stage, since stages may be run on different days.
+    Raises DataError when the folder's bench.json cannot be read.
+    """
+    path = folder / "bench.json"
+    stages: dict[str, Any] = {}
+    if path.exists():
+        try:
+            stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        except (ValueError, KeyError, OSError) as error:
+            raise DataError(
+                f"{path} is no benchmark", got=error, remedy="Delete it, or name another --out."
+            ) from None
+    for name in dict.fromkeys(row.stage for row in rows):
+        own = [asdict(row) for row in rows if row.stage == name]
+        stages[name] = {"machine": dict(machine), "rows": own}
+    everything = [Row(**row) for stage in stages.values() for row in stage["rows"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        file.write(json.dumps({"stages": stages}, indent=1).encode() + b"\n")
+    names = [field.name for field in fields(Row)]
+    with (folder / "bench.csv").open("w", newline="", encoding="utf-8") as text:
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: _short(v) for k, v in asdict(row).items()} for row in everything)
+    return everything
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text, for a terminal and for a page."""
+    heads = ("stage", "case", "size", "dtype", "wall s", "busy s", "n", "roof", "MiB", "ratio")
+    lines = [
+        (
+            *(row.stage, row.case, row.size, row.dtype, _short(row.seconds), _short(row.busy)),
+            *(str(row.n or ""), "" if row.share is None else f"{100 * row.share:.0f}%"),
+            "" if row.memory is None else f"{row.memory:.0f}",
+            "" if row.ratio is None else f"{row.ratio:.2f} = {row.of}",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in (heads, *lines)) for i in range(len(heads) - 1)]
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in (heads, *lines)
+    )
+
+
+def goals(rows: Sequence[Row]) -> str:
+    """The ratios that have a goal, a line each: what, measured, to reach."""
+    return "\n".join(
+        f"{row.stage}: {row.of}, {row.size} {row.dtype}: {row.ratio:.2f}, to reach {row.goal}"
+        for row in rows
+        if row.goal and row.ratio is not None
+    )
+
+
+def summary(busy: Sequence[float], wall: Sequence[float]) -> dict[str, Any]:
+    """Columns of a :class:`Row` that times give."""
+    return {
+        "seconds": statistics.median(wall),
+        "fastest": min(wall),
+        "busy": min(busy),
+        "n": len(wall),
+    }
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

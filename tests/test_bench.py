@@ -1,0 +1,166 @@
+"""The benchmark: its counts against FLOPs that torch counts, its table, and a run of each kind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from driftlab.bench import STAGES, count, drafting, machine, peers, run, shapes
+from driftlab.bench.shapes import Bench
+from driftlab.bench.timing import Sample, race, ratio
+from driftlab.cli import app
+from driftlab.config import TrainSpec
+from driftlab.engines.train import SoftTargets, supervised, ttt_loss
+from driftlab.errors import ConfigError, DataError, ResourceError
+from driftlab.results import bench_figure, bench_rows
+from driftlab.results.bench_rows import Row
+
+CPU = torch.device("cpu")
+NOWHERE = Path("nowhere")
+
+
+def bench(tmp_path: Path, **changes: object) -> Bench:
+    found = machine.Machine({}, {("float32", 1): 1e9, ("bfloat16", 1): 1e9}, 1e9)
+    given = {"machine": found, "device": CPU, "full": False, "repeats": 1, "work": tmp_path}
+    return Bench(**{**given, "stored": NOWHERE, "say": lambda line: None, **changes})
+
+
+def test_operations_of_a_target_are_those_that_torch_counts() -> None:
+    """At a length where causal halves do not matter: torch counts whole square attention."""
+    shape = shapes.SMALL_TARGET
+    target = shapes.random_target(shape)
+    tokens = 32
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        target.model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
+    ours = count.target_forward(shape, tokens, tokens, logits=tokens)
+    assert ours.operations == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_operations_of_a_training_step_are_those_that_torch_counts() -> None:
+    """torch does not see the drafter's own gradients of attention, nor half of a causal square:
+    with few keys, the products of the layer and the head are what is left."""
+    config = shapes.config_of((64, 2, 2, 256, 512, 256))
+    drafter, teacher = shapes.random_pair(config, CPU)
+    spec, tokens = TrainSpec(ttt=3), 24
+    batch = drafting.step_batch(config, tokens, 2, 1, spec.ttt)
+    targets = SoftTargets(teacher, drafter.draft_to_target)
+    with FlopCounterMode(display=False) as counter:
+        ttt_loss(drafter, batch, targets, spec)[0].backward()
+    learned = len(supervised(drafter, batch, spec, 0).at)
+    ours = count.ttt_step(config, texts=2, tokens=tokens, first=0, learned=learned, depth=3)
+    assert ours.operations == pytest.approx(counter.get_total_flops(), rel=0.08)
+
+
+def test_a_step_for_peers_learns_the_same_tokens_at_every_depth() -> None:
+    config = shapes.config_of(shapes.SMALL)
+    drafter, _ = shapes.random_pair(config, CPU)
+    for prompt in (1, 20):
+        batch = drafting.step_batch(config, 40, 2, prompt, 4)
+        found = supervised(drafter, batch, TrainSpec(ttt=4), max(0, prompt - 2))
+        assert bool((found.weight > 0).all())
+        assert len(found.at) == 2 * (40 - max(2, prompt) - 3)
+
+
+PEER = """
+import json, sys, torch
+for line in sys.stdin:
+    order = json.loads(line)
+    if "load" in order:
+        job = torch.load(order["load"], weights_only=True)
+        answer = {"ready": "it"}
+    elif "check" in order:
+        torch.save({"a": torch.ones(2)}, order["check"])
+        answer = {"loss": float(job["decay"])}
+    else:
+        answer = {"wall": 2.0, "busy": 1.0}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_a_peer_is_asked_by_lines(tmp_path: Path) -> None:
+    script, job = tmp_path / "peer.py", tmp_path / "job.pt"
+    script.write_text(PEER)
+    config = shapes.config_of(shapes.SMALL)
+    drafter, teacher = shapes.random_pair(config, CPU)
+    batch = drafting.step_batch(config, 16, 1, 1, 4)
+    learned = torch.ones(1, 16, dtype=torch.bool)
+    peers.save_job(
+        job, drafter, batch, learned, teacher.head_weight, TrainSpec(decay=0.5), autocast=False
+    )
+    with peers.Peer("it", f"{sys.executable} {script}", job) as peer:
+        theirs = peer.check(tmp_path / "out.pt")
+        assert peer.step() == Sample(2.0, 1.0)
+    assert peers.disagreement((0.5, {"a": torch.ones(2)}), theirs) == 0
+    assert peers.disagreement((0.5, {"a": torch.full((2,), 0.5)}), theirs) == pytest.approx(1.0)
+    with pytest.raises(ResourceError, match="failed at load"):
+        peers.Peer("it", f"{sys.executable} -c pass", job)
+    with pytest.raises(ResourceError, match="does not start"):
+        peers.Peer("it", str(tmp_path / "absent"), job)
+
+
+def test_rivals_take_turns_and_a_ratio_is_of_busy_time() -> None:
+    order: list[str] = []
+    found = race({"a": lambda: order.append("a"), "b": lambda: Sample(9.0, 3.0)}, 2, CPU, warm=1)
+    assert order == ["a"] * 3
+    assert found["b"] == [Sample(9.0, 3.0)] * 2
+    assert ratio([Sample(1, 6), Sample(1, 8), Sample(1, 2)], [Sample(5, 2)] * 3) == 3
+
+
+def test_training_is_timed_and_counted(tmp_path: Path) -> None:
+    (row,) = drafting.training(bench(tmp_path))
+    assert row.case == "driftlab"
+    assert row.busy is not None and row.busy > 0
+    assert row.share is not None and row.gflop is not None
+    assert "tokens a busy second" in row.note
+
+
+def test_the_command_prints_and_stores(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["bench", "--smoke", "--repeats", "1", "--stage", "states", "--out", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "captured / HF forward" in done.output
+    assert "to reach at most 1.1" in done.output
+    kept = json.loads((out / "bench.json").read_text())["stages"]["captured states"]
+    assert kept["machine"]["gemm_gflops"]["float32, 1 threads"] > 0
+    assert len(kept["rows"]) == 4
+    with (out / "bench.csv").open() as file:
+        assert [row["case"] for row in csv.DictReader(file)][:2] == ["HF forward", "captured"]
+    assert (out / "bench.png").stat().st_size > 1000
+
+
+def test_stages_of_an_earlier_run_stay(tmp_path: Path) -> None:
+    first = Row("a", "x", "T=1", busy=1.0, n=1)
+    bench_rows.store(tmp_path, {"load": 1}, [first, Row("b", "y", "", ratio=2.0, of="p / q")])
+    kept = bench_rows.store(tmp_path, {"load": 2}, [Row("a", "z", "T=2", busy=2.0, goal="1")])
+    assert [(row.stage, row.case) for row in kept] == [("a", "z"), ("b", "y")]
+    assert "2.00 = p / q" in bench_rows.table(kept)
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(DataError, match="no benchmark"):
+        bench_rows.store(tmp_path, {}, [first])
+
+
+def test_a_figure_of_rows_without_a_time_is_none(tmp_path: Path) -> None:
+    assert bench_figure.draw(tmp_path, [Row("a", "x", "", ratio=1.0)]) == []
+
+
+def test_a_stage_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no stage 'probe'"):
+        run(["probe"], smoke=True, repeats=1, peers={}, stored=NOWHERE, say=print)
+    assert "ablate" in STAGES
+
+
+def test_rows_are_read_without_torch() -> None:
+    code = (
+        "import sys, driftlab.results.bench_rows, driftlab.results.bench_figure; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
