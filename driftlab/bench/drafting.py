@@ -116,9 +116,9 @@ def _probed(
             done = speculate(target, drafter, prompt, depth=depth, max_new_tokens=new)
             return len(done.rounds)
 
-        rounds = chained(wanted)
-        # One token needs the prompt's forward and no round; it is taken off below.
-        calls |= {"chain": lambda: chained(wanted), "chain's prompt": lambda: chained(1)}
+        # The first round also reads the prompt, with both models: it is taken off below.
+        rounds = chained(wanted) - chained(2)
+        calls |= {"chain": lambda: chained(wanted), "its first round": lambda: chained(2)}
     found = race(calls, bench.repeats, bench.device)
     size = f"T={tokens} depth={depth} heads={config.num_heads} Vd={config.draft_vocab_size}"
     common = {"stage": "probing", "size": size, "dtype": "float32"}
@@ -142,7 +142,7 @@ def _probed(
         return
     each = [
         Sample((a.wall - b.wall) / rounds * len(anchors), (a.busy - b.busy) / rounds * len(anchors))
-        for a, b in zip(found["chain"], found["chain's prompt"], strict=True)
+        for a, b in zip(found["chain"], found["its first round"], strict=True)
     ]
     yield Row(
         **common,
@@ -244,6 +244,7 @@ def _trained(
     learned = torch.zeros(texts, tokens, dtype=torch.bool)
     learned[asked.text, asked.at] = True
     apart: dict[str, float] = {}
+    square = 4096 if bench.device.type == "cuda" else 512 if bench.full else 128
     with ExitStack() as stack:
         calls: dict[str, Callable[[], object]] = {"driftlab": step}
         if bench.peers:
@@ -258,13 +259,13 @@ def _trained(
                 apart[peer] = disagreement(ours, running.check(bench.work / f"{peer}.pt"))
                 bench.say(f"{peer}: loss and gradients within {apart[peer]:.1e} of ours")
                 calls[peer] = running.step
-        calls["GEMM"] = gemm(512 if bench.full else 128, dtype, bench.device)
+        calls["GEMM"] = gemm(square, dtype, bench.device)
         found = race(calls, bench.repeats, bench.device)
     done = count.ttt_step(
         config, texts=texts, tokens=tokens, first=first, learned=len(asked.at), depth=spec.ttt
     )
     # The peak of this very moment: a neighbour's load moves both.
-    peak = 2 * (512 if bench.full else 128) ** 3 / min(x.busy for x in found.pop("GEMM"))
+    peak = 2 * square**3 / min(x.busy for x in found.pop("GEMM"))
     size = (
         f"T={tokens} batch={texts} prompt={prompt} H={config.hidden_size} "
         f"heads={config.num_heads} Vd={config.draft_vocab_size}"
@@ -317,11 +318,13 @@ def region_job(tokens: int, stored: bool, width: int) -> Callable[[], None]:
     ids = torch.randint(512, (1, tokens))
     aux = torch.randn(1, tokens, 3 * width)
     sink, prompt = measures.first_sink(1, tokens), torch.tensor([1])
+    whole = torch.empty(1, 4, tokens - 1, tokens - 1) if stored else torch.empty(0)
     kept: list[Tensor] = []
 
     def see(pattern: Tensor, moment: Moment) -> None:
         if stored:
-            kept.append(torch.nn.functional.pad(pattern, (0, tokens - pattern.shape[-1])))
+            whole[:, :, moment.rows] = 0
+            whole[:, :, moment.rows, : pattern.shape[-1]] = pattern
         else:
             kept.append(measures.region_masses(pattern, moment.anchors, 1, sink, prompt))
 
@@ -329,9 +332,7 @@ def region_job(tokens: int, stored: bool, width: int) -> Callable[[], None]:
         with torch.inference_mode(), attach(drafter, "attn.pattern", see):
             drafter.step(ids[:, 1:], drafter.fuse(aux[:, :-1]), drafter.new_memory(), depth=1)
             if stored:
-                measures.region_masses(
-                    torch.cat(kept, dim=2), torch.arange(tokens - 1), 1, sink, prompt
-                )
+                measures.region_masses(whole, torch.arange(tokens - 1), 1, sink, prompt)
 
     return run
 

@@ -26,6 +26,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Packages that a trainer names when it is imported and never uses in a step on a CPU."""
@@ -196,18 +198,20 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "load" in order:
-            trainer = kind(torch.load(order["load"], weights_only=True))
+            torch.set_default_device(DEVICE)
+            trainer = kind(torch.load(order["load"], weights_only=True, map_location=DEVICE))
             answer: dict[str, Any] = {"ready": sys.argv[1]}
         elif "check" in order:
             answer = {"loss": float(step(trainer))}
-            torch.save({k: w.grad for k, w in trainer.weights.items()}, order["check"])
+            torch.save({k: w.grad.cpu() for k, w in trainer.weights.items()}, order["check"])
         else:
             wall, busy = time.perf_counter(), time.process_time()
             step(trainer)
-            answer = {
-                "wall": time.perf_counter() - wall,
-                "busy": time.process_time() - busy,
-            }
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            taken = time.perf_counter() - wall
+            spent = taken if DEVICE == "cuda" else time.process_time() - busy
+            answer = {"wall": taken, "busy": spent}
         print(json.dumps(answer), file=answers, flush=True)
 
 
