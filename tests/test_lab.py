@@ -17,7 +17,6 @@ import torch
 from matplotlib.axes import Axes
 
 import driftlab
-from driftlab.experiment import texts
 from driftlab.analysis.attribution import shapley
 from driftlab.analysis.interventions import noise, pin_norm, swap_norm
 from driftlab.config import DrafterConfig, Origin, Sourced
@@ -32,6 +31,7 @@ from driftlab.errors import (
     RunError,
     SiteError,
 )
+from driftlab.experiment import texts
 from driftlab.lab import Lab, ProbeRun
 from driftlab.models.checkpoints import save_drafter
 from driftlab.models.drafter import Drafter

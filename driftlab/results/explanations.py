@@ -345,7 +345,7 @@ class _Candidate:
 def _disagreements(found: Explained) -> list[Answer]:
     question = "Do attention mass and causal effect agree?"
     first, last = found.depths[0], found.depths[-1]
-    candidates = []
+    candidates: list[_Candidate] = []
     for group, depth in itertools.product(found.groups, dict.fromkeys((first, last))):
         regions = {r: n for r, n in REGION_NAMES.items() if _has(found, group, "effect", r, depth)}
         candidates += _reversals(found, group, depth, "mass", "effect", regions)
@@ -516,7 +516,7 @@ def _stacked(found: Explained) -> list[Answer]:
     return out
 
 
-_VERDICTS = {
+_VERDICTS: dict[tuple[int, ...], str] = {
     (1, 1): "an autoregressor",
     (-1, -1): "a layer of a stack",
     (-1, 1): "an autoregressor on a residual stream: it carries its state on, and what it adds is "
@@ -569,7 +569,7 @@ def _norms(found: Explained) -> list[Answer]:
         measured[f"what hiding {name} costs at depth {last} (nats)"] = {
             (g.fusion_norm, g.feedback): found.sample(g, "effect", region, last) for g in plain
         }
-    effects = {}
+    effects: dict[tuple[str, str], Estimate] = {}
     for what, samples in measured.items():
         result = factorial(samples, resamples=found.resamples)
         effects |= {(what, name): e for name, e in result.effects().items() if name in _SUBJECTS}
