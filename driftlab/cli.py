@@ -149,6 +149,7 @@ def probe(
 ) -> None:
     """Measure one drafter on the target's own text."""
     from driftlab import lab
+    from driftlab.results.quantities import accepted_by_context
 
     out = out or Path("runs") / "probe"
     asked = [target, drafter, prompts, depth, temperature, tokens, limit]
@@ -167,6 +168,11 @@ def probe(
     )
     measured.manifest["asked"] = asked
     _finish(measured.save(out))
+    for row in accepted_by_context(measured.steps).itertuples():
+        typer.echo(
+            f"context of {row.low} to {row.high - 1} tokens: {row.accepted:.2f} accepted drafts a "
+            f"round ({row.text}, {row.anchors} rounds)"
+        )
 
 
 def _refuse_other_probe(out: Path, asked: list[object]) -> None:
@@ -382,6 +388,17 @@ def compare(
     import driftlab
 
     typer.echo(str(driftlab.compare(run, other, kind=text, depth=depth)))
+
+
+@app.command()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Runs that differ in seeds or variants.")],
+    out: Annotated[Path, typer.Option(help="Folder of the one run that they become.")],
+) -> None:
+    """Make one run of several that differ only in seeds and variants."""
+    from driftlab.results.merge import merge as joined
+
+    _finish(joined(runs, out))
 
 
 @app.command()
