@@ -290,13 +290,15 @@ def bench(
     from driftlab.results import bench_figure, bench_rows
 
     peers = dict(_named(word) for word in peer or ())
-    found, rows = run(
+    done: list[bench_rows.Row] = []
+    for found, rows in run(
         stage or (), smoke=smoke, repeats=repeats, peers=peers, stored=stored, say=typer.echo
-    )
-    typer.echo(f"\n{bench_rows.table(rows)}\n\n{bench_rows.goals(rows)}")
+    ):
+        done += rows
+        if out is not None:
+            bench_figure.draw(out, bench_rows.store(out, machine.stored(found), rows))
+    typer.echo(f"\n{bench_rows.table(done)}\n\n{bench_rows.goals(done)}")
     if out is not None:
-        kept = bench_rows.store(out, machine.stored(found), rows)
-        bench_figure.draw(out, kept)
         typer.echo(f"\n{out}: bench.json, bench.csv, bench.png, bench.pdf")
 
 

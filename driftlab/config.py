@@ -253,6 +253,7 @@ class TrainSpec(Frozen):
     checkpoint_every: Count = 200
     alignment: Annotated[float, Field(ge=0)] = 0.0  # weight of the attention-alignment loss
     align_layer: Annotated[int, Field(ge=0)] | None = None  # target layer aligned to; None: last
+    evaluate_every: Count | None = None  # keep the weights that accept most; None: the last ones
 
 
 class Axes(Frozen):

@@ -44,6 +44,7 @@ from driftlab.data.prompts import Prompt, Rendering, load_prompts
 from driftlab.data.text import Text
 from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
 from driftlab.engines.explain import explain_features
+from driftlab.engines.habitat import differences, statistics_of
 from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.errors import ConfigError, DataError
@@ -112,11 +113,12 @@ def open(
             target = open_target(TargetSpec(source=MICRO), cache, label="target learns the stories")
     else:
         target = Target.load(str(target), dtype=dtype or "float32")
+    if strict:
+        refuse_assumptions(target.provenance, owner=target.name)
     if not isinstance(drafter, Drafter):
         drafter = load_drafter(str(drafter), target=target, strict=strict)
     if strict:
-        for model, owner in ((target, target.name), (drafter, "the drafter")):
-            refuse_assumptions(model.provenance, owner=owner)
+        refuse_assumptions(drafter.provenance, owner="the drafter")
     return Lab(target, drafter, cache=cache)
 
 
@@ -451,6 +453,13 @@ class Lab:
             "versions": {n: version(n) for n in ("driftlab", "torch", "transformers")},
             "precision": against_float32(
                 self.target, features.texts, self.drafter.config.boundaries
+            ),
+            "differs": differences(
+                self.drafter,
+                self.target,
+                statistics_of(features),
+                longest=max(len(text.tokens) for text in features.texts),
+                templates={s.rendered.template_sha for s in found if s.rendered},
             ),
         }
         return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)

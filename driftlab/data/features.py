@@ -23,7 +23,7 @@ import fcntl
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -315,19 +315,27 @@ class Features:
         return len(self.texts) - len(self._usable(max_length))
 
     def batches(
-        self, batch: int, *, seed: int, epoch: int, max_length: int, bucket: int = 8
+        self,
+        batch: int,
+        *,
+        seed: int,
+        epoch: int,
+        max_length: int,
+        bucket: int = 8,
+        among: Container[int] | None = None,
     ) -> Iterator[Batch]:
         """One pass over the texts in batches; the order depends on (seed, epoch) only.
 
         Texts are cut to ``max_length`` tokens; those that have no token after the prompt then
         bear no loss and are left out (:meth:`unusable` counts them). Texts of similar length
         share a batch: ``bucket`` batches are sorted by length at a time, 1 turns that off.
+        ``among`` names the texts to take; None takes all.
 
         Raises
         ------
         DataError: no text is usable.
         """
-        usable = self._usable(max_length)
+        usable = [i for i in self._usable(max_length) if among is None or i in among]
         if not usable:
             raise DataError(
                 f"none of {len(self.texts)} texts has a token after its prompt within"

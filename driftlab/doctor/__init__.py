@@ -8,16 +8,21 @@ nothing: :func:`fix` writes a corrected copy when it is asked to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
 from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
 from driftlab.doctor.diagnosis import FILE, Candidate, Diagnosis, Outcome, Row, Runtime, Verdict
 from driftlab.doctor.scoring import Bench, Prompts, Score, margins, own_texts
-from driftlab.doctor.selfcheck import Check, drafts, self_checks
+from driftlab.doctor.selfcheck import Check, drafts, self_checks, states_of_training
 from driftlab.engines.chain import check_pair
+from driftlab.engines.habitat import STATES, differences, statistics
 from driftlab.errors import ConfigError, ContractError
 from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.models.checkpoints.profiles import (
@@ -198,6 +203,9 @@ class _Case:
             )
         own, candidates, winner, rivals = self._candidates()
         checks.append(drafts(own, drafter, texts))
+        differs = self._differences()
+        checks.append(states_of_training(self.subject, differs))
+        notes = (*notes, *differs)
         verdict, reasons = judge(checks, candidates, winner, rivals)
         best = winner.reading if winner is not None else self.base
         return Diagnosis(
@@ -218,6 +226,27 @@ class _Case:
         if any(text.loops for text in self.texts):
             notes.append(f"{sum(t.loops for t in self.texts)} of the texts run in a loop")
         return (*notes, *self.served.notes)
+
+    def _differences(self) -> list[str]:
+        """What is not as it was in the drafter's training, as far as its file tells."""
+        boundaries = self.subject.config.boundaries
+        now: list[dict[str, Any]] = []
+        if STATES in self.subject.provenance:
+            now = statistics(self._states(boundaries), boundaries, self.target.hidden_size)
+        longest = max(len(text.tokens) for text in self.texts)
+        return differences(self.subject, self.target, now, longest=longest)
+
+    def _states(self, boundaries: Sequence[int]) -> Iterator[Tensor]:
+        """States [S, A*Ht] of texts of about a thousand tokens."""
+        tokens = 0
+        for text in self.texts:
+            ids = torch.tensor([text.tokens])
+            yield self.target.forward(
+                ids, torch.tensor([ids.shape[1]]), boundaries, logits=False
+            ).aux[0]
+            tokens += ids.shape[1]
+            if tokens > 1000:
+                break
 
     def _score(self, readings: dict[str, Reading], label: str) -> dict[str, Score]:
         built = {name: build(self.subject, reading) for name, reading in readings.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,21 +14,16 @@ from driftlab.config import DrafterConfig
 from driftlab.data.text import Text
 from driftlab.doctor.scoring import Score
 from driftlab.engines.anchors import unroll
+from driftlab.engines.habitat import STATES
 from driftlab.models.checkpoints.profiles import Facts
 from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import attach, capture
 from driftlab.models.target import Target
+from driftlab.results.hints import CHECKLIST
 
 LENGTH, DEPTH = 24, 3
 COVERAGE = 0.5  # a draft vocabulary that misses half of the text is not this target's
-CHECKLIST = (
-    "is it a drafter of this very target (fine-tune, quantisation, adapter)?",
-    "are the captured boundaries the trained ones?",
-    "did every fusion norm of the training reach the file?",
-    "does the vocabulary map belong to this head?",
-    "is the text rendered with the template of the training?",
-)
 
 
 @dataclass(frozen=True)
@@ -83,6 +78,15 @@ def drafts(score: Score, drafter: Drafter, texts: Sequence[Text]) -> Check:
     if not ok:
         detail += "; likely misconfigured: " + " ".join(CHECKLIST)
     return Check("drafts better than a constant", ok, detail)
+
+
+def states_of_training(drafter: Drafter, differs: Sequence[str]) -> Check:
+    """Captured states against the statistics that the training stored in the file."""
+    name = "states as in the training"
+    if STATES not in drafter.provenance:
+        return Check(name, True, "n/a: the file holds no statistics of them")
+    unlike = [line for line in differs if line.startswith("states of boundary")]
+    return Check(name, not unlike, "; ".join(unlike) or "means and deviations agree")
 
 
 def _within(reachable: Tensor, token: int) -> bool:
@@ -224,6 +228,17 @@ def _context(drafter: Drafter, texts: Sequence[Text]) -> Check:
     return Check("context", longest <= limit, detail)
 
 
+def known_bad(devices: Collection[str], version: str) -> str | None:
+    """Why numbers of these devices cannot be trusted under a torch version, where it is known."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if "mps" in devices and release < (2, 9):
+        return (
+            f"torch {version}: linear layers were wrong in silence on MPS before 2.9 (measured "
+            "elsewhere for 2.8, TransformerLens#1178); update torch, or use the CPU"
+        )
+    return None
+
+
 def _device(drafter: Drafter, tokens: Tensor, aux: Tensor) -> Check:
     """The same logits on the CPU and on the device, when there is one."""
     here = drafter.norm.weight.device
@@ -232,6 +247,8 @@ def _device(drafter: Drafter, tokens: Tensor, aux: Tensor) -> Check:
         other = torch.device("cpu")
     if other is None:
         return Check("device", True, "CPU only, nothing to compare")
+    if why := known_bad({here.type, other.type}, torch.__version__):
+        return Check("device", False, why)
     twin = copy.deepcopy(drafter).to(other)
     ours = [x.cpu() for x in _free(drafter, tokens, aux)]
     theirs = [x.cpu() for x in _free(twin, tokens.to(other), aux.to(other))]

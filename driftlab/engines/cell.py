@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from driftlab.analysis import measures
 from driftlab.analysis.interventions import apply, from_settings
 from driftlab.analysis.recorder import Columns
-from driftlab.config import DrafterConfig, MeasureSpec, TrainSpec
+from driftlab.config import DrafterConfig, MeasureSpec, Provenance, TrainSpec
 from driftlab.data.features import Features, FeatureStore
 from driftlab.engines.align import Alignment, Rows, agreement
 from driftlab.engines.distributed import ALONE, Ranks
@@ -50,6 +50,7 @@ class Learning:
     seed: int
     spec: TrainSpec
     rows: Rows | None = None
+    origin: Provenance = field(default_factory=dict)  # see engines.habitat
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def _learn(
     made = initialise(
         learning.config, teacher, mapping, seed=learning.seed, head_init=learning.spec.head_init
     )
+    made.provenance |= learning.origin
     rows, spec = learning.rows, learning.spec
     result = train(
         made,
@@ -186,13 +188,23 @@ def _trained(
         "train_tokens": result.tokens,
         "train_loss": sum(result.losses[-20:]) / len(result.losses[-20:]),
         "train_seconds": result.seconds,
-        "note": result.precision,
+        "note": _note(result),
     }
     save_drafter(made, job.drafter)
     run.write_cell({**job.row, **facts, "status": "trained, not measured"})
     # Only now: until the row is there, a kill must find the finished training.
     job.training.unlink(missing_ok=True)
     return load_drafter(job.drafter), facts
+
+
+def _note(result: TrainResult) -> str:
+    if result.best is None:
+        return result.precision
+    step, value = result.best
+    return (
+        f"{result.precision}; weights of step {step}, the best of {len(result.evaluations)} "
+        f"evaluations: {value:.3f} accepted drafts a round on held-back texts"
+    )
 
 
 def _row(job: CellJob) -> dict[str, Any] | None:

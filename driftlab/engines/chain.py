@@ -16,6 +16,7 @@ from torch import Tensor
 from driftlab.errors import ContractError, DataError, NumericsError
 from driftlab.models.drafter import Drafter, Memory
 from driftlab.models.target import Target
+from driftlab.results.hints import misconfigured
 
 Draft = Literal["greedy", "sampled"]
 
@@ -46,6 +47,11 @@ class Speculation:
     rounds: tuple[Round, ...]
     rule: str
     ties: int = 0
+
+    @property
+    def hint(self) -> str | None:
+        """A checklist when more than 50 rounds accepted nothing, else None."""
+        return misconfigured(len(self.rounds), sum(r.accepted for r in self.rounds))
 
     @property
     def continuation(self) -> tuple[int, ...]:

@@ -19,13 +19,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from driftlab.config import DrafterConfig, TrainSpec
 from driftlab.data.features import Batch, Features
+from driftlab.data.text import Text
 from driftlab.engines.align import Alignment
-from driftlab.engines.anchors import forced_states
+from driftlab.engines.anchors import forced_states, unroll
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.errors import CheckpointError, ConfigError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
@@ -42,6 +44,12 @@ class TrainResult:
     seconds: float
     skipped: int  # batches without a single supervised position
     precision: str  # dtype in use, and why
+    evaluations: tuple[tuple[int, float], ...] = ()  # step, accepted drafts on held-back texts
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The evaluation whose weights were kept: the first of the highest acceptance."""
+        return max(self.evaluations, key=lambda e: e[1], default=None)
 
 
 def choose_vocabulary(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
@@ -93,6 +101,50 @@ def initialise(
             drafter.lm_head.weight.copy_(head_init * (rows if gains is None else rows * gains))
     drafter.embed_tokens.weight.requires_grad_(not same_width)
     return drafter
+
+
+def supervised_share(
+    texts: Iterable[Text], draft_to_target: Tensor | None, max_length: int
+) -> float:
+    """Share of the texts' tokens, cut to ``max_length``, that bear loss.
+
+    Those of the response that are in the draft vocabulary (None: all are) and have an anchor.
+    """
+    known = None if draft_to_target is None else np.asarray(draft_to_target.cpu())
+    bearing = total = 0
+    for text in texts:
+        tokens = np.asarray(text.tokens[:max_length])
+        total += len(tokens)
+        rest = tokens[max(2, text.prompt_len) :]
+        bearing += len(rest) if known is None else int(np.isin(rest, known).sum())
+    return bearing / max(1, total)
+
+
+def accepted_drafts(drafter: Drafter, corpus: Features, rows: Sequence[int], depth: int) -> float:
+    """Mean accepted drafts of a greedy round of ``depth``, over all anchors of the texts ``rows``
+    that have ``depth`` tokens of response to guess; 0 when there are none."""
+    accepted = anchors = 0
+    device, dtype = drafter.norm.weight.device, drafter.norm.weight.dtype
+    with torch.no_grad():
+        for row in rows:
+            item = corpus.item(row)
+            tokens = item["tokens"]
+            chosen = torch.arange(max(0, item["prompt_len"] - 2), len(tokens) - 1 - depth)
+            if not len(chosen):
+                continue
+            right = torch.ones(len(chosen), dtype=torch.bool, device=device)
+            for step in unroll(
+                drafter,
+                tokens[None].to(device),
+                item["aux"][None].to(device, dtype),
+                depth=depth,
+                mode="free",
+                anchors=chosen.to(device),
+            ):
+                right = right & (step.draft[0] == step.truth[0])
+                accepted += int(right.sum())
+            anchors += len(chosen)
+    return accepted / max(1, anchors)
 
 
 class SoftTargets:
@@ -293,10 +345,14 @@ def train(
     were done. With ``ranks``, several processes share each batch and compute what one would; all
     call this with the same arguments, and the first one saves.
 
+    With ``spec.evaluate_every`` the last tenth of the corpus's texts is held back, and the weights
+    that accept most drafts on it are the result: a loss may go on falling while acceptance falls.
+
     Raises
     ------
     ConfigError: ``alignment`` with several ``ranks``.
-    NumericsError: the loss is not finite. DataError: no position is ever supervised.
+    NumericsError: the loss or a gradient is not finite. DataError: no position is supervised (said
+        before the first step), or too few texts to hold any back.
     CheckpointError: ``checkpoint`` belongs to another training.
     """
     if alignment is not None and ranks.size > 1:
@@ -309,6 +365,12 @@ def train(
     device = drafter.norm.weight.device
     amp, precision = _precision(spec, device)
     weights = [p for p in drafter.parameters() if p.requires_grad]
+    if not supervised_share(corpus.texts, drafter.draft_to_target, spec.max_length):
+        raise DataError(
+            f"no position is supervised: 0 of {sum(len(t.tokens) for t in corpus.texts)} tokens",
+            remedy="The texts need responses whose tokens are in the draft vocabulary.",
+        )
+    lessons, held = _hold_back(len(corpus), spec)
     optimiser = torch.optim.AdamW(
         weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay, fused=True
     )
@@ -317,15 +379,19 @@ def train(
     losses: list[float] = []
     tokens = skipped = 0
     earlier = 0.0
+    evaluations: list[tuple[int, float]] = []
+    best: dict[str, Tensor] = {}
     if checkpoint is not None and checkpoint.exists():
         saved = _load(checkpoint, identity)
         drafter.load_state_dict(saved["drafter"])
         optimiser.load_state_dict(saved["optimiser"])
         losses, tokens, skipped = list(saved["losses"]), saved["tokens"], saved["skipped"]
         earlier = saved["seconds"]
+        evaluations = [(int(step), float(value)) for step, value in saved.get("evaluations", [])]
+        best = saved.get("best", {})
     drafter.train()
     on_step(len(losses))
-    for batch in _stream(corpus, spec, seed, skip=len(losses)):
+    for batch in _stream(corpus, spec, seed, skip=len(losses), among=lessons):
         if len(losses) == spec.steps:
             break
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -343,7 +409,12 @@ def train(
             if loss.requires_grad:  # not where all of a batch's texts are other ranks'
                 loss.backward()
             ranks.sum_gradients(weights)
-            nn.utils.clip_grad_norm_(weights, spec.clip, foreach=True)
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in weights if p.grad is not None], foreach=True
+            )
+            if not math.isfinite(norm):  # before clipping spreads it, and a last step stores it
+                raise _bad_gradients(drafter, len(losses))
+            nn.utils.clip_grads_with_norm_(weights, spec.clip, norm, foreach=True)
             for group in optimiser.param_groups:
                 group["lr"] = spec.lr * _cosine(len(losses), spec)
             optimiser.step()
@@ -354,6 +425,13 @@ def train(
         on_step(1)
         done = len(losses) == spec.steps
         due = done or len(losses) % spec.checkpoint_every == 0
+        if spec.evaluate_every and (done or len(losses) % spec.evaluate_every == 0):
+            drafter.eval()
+            value = accepted_drafts(drafter, corpus, held, spec.ttt)
+            drafter.train()
+            if not evaluations or value > max(v for _, v in evaluations):
+                best = {n: t.detach().clone() for n, t in drafter.state_dict().items()}
+            evaluations.append((len(losses), value))
         if checkpoint is not None and ranks.rank == 0 and due:
             _save(
                 checkpoint,
@@ -365,8 +443,11 @@ def train(
                     "tokens": tokens,
                     "skipped": skipped,
                     "seconds": earlier + time.monotonic() - started,
+                    **({"evaluations": evaluations, "best": best} if evaluations else {}),
                 },
             )
+    if best:
+        drafter.load_state_dict(best)
     if skipped == spec.steps:
         raise DataError(
             "no position was supervised in any batch",
@@ -374,14 +455,46 @@ def train(
         )
     drafter.eval()
     seconds = earlier + time.monotonic() - started
-    return TrainResult(tuple(losses), tokens, seconds, skipped, precision)
+    return TrainResult(tuple(losses), tokens, seconds, skipped, precision, tuple(evaluations))
 
 
-def _stream(corpus: Features, spec: TrainSpec, seed: int, *, skip: int) -> Iterator[Batch]:
+def _bad_gradients(drafter: Drafter, step: int) -> NumericsError:
+    names = [
+        name
+        for name, p in drafter.named_parameters()
+        if p.grad is not None and not p.grad.isfinite().all()
+    ]
+    what = f"gradient of {names[0]}" if names else "norm of all gradients together"
+    return NumericsError(
+        f"the {what} is not finite at step {step} of training",
+        got=f"{len(names)} such parameters",
+        remedy="Lower train.lr, or set train.autocast = off.",
+    )
+
+
+def _hold_back(texts: int, spec: TrainSpec) -> tuple[range | None, range]:
+    """Texts to learn from (None: all), and texts to choose weights on."""
+    if spec.evaluate_every is None:
+        return None, range(0)
+    if texts < 2:
+        raise DataError(
+            "train.evaluate_every holds back texts to choose weights on",
+            got=f"{texts} text",
+            remedy="Give more texts, or leave train.evaluate_every out.",
+        )
+    first = texts - max(1, texts // 10)
+    return range(first), range(first, texts)
+
+
+def _stream(
+    corpus: Features, spec: TrainSpec, seed: int, *, skip: int, among: range | None
+) -> Iterator[Batch]:
     epoch = 0
     while True:
         empty = True
-        for batch in corpus.batches(spec.batch, seed=seed, epoch=epoch, max_length=spec.max_length):
+        for batch in corpus.batches(
+            spec.batch, seed=seed, epoch=epoch, max_length=spec.max_length, among=among
+        ):
             empty = False
             if skip:
                 skip -= 1
@@ -414,9 +527,11 @@ def _precision(spec: TrainSpec, device: torch.device) -> tuple[bool, str]:
 
 def _identity(drafter: Drafter, corpus: Features, spec: TrainSpec, seed: int) -> str:
     """Everything that decides what a training computes, from its first step on."""
+    # Settings that were added later are left out while they are off.
+    settings = spec.model_dump_json(exclude=None if spec.evaluate_every else {"evaluate_every"})
     vocabulary = sha256(drafter.draft_to_target.cpu().numpy().tobytes()).hexdigest()
     return (
-        f"{drafter.config.model_dump_json()} {spec.model_dump_json()} seed {seed}, "
+        f"{drafter.config.model_dump_json()} {settings} seed {seed}, "
         f"vocabulary {vocabulary}, states {corpus.key}"
     )
 

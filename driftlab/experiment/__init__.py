@@ -131,12 +131,13 @@ def _prepare(
         inputs["train_states"] = learned.key
         first = plan.training_jobs(run.path, frozen, learned, measured, rows)
         covered = first[0].row["coverage"]
+        told = {"supervised": plan.supervised(learned.texts, plan.vocabulary(learned.texts))}
     else:
         assert given is not None
         inputs["drafters"] = {drafter.cell: drafter.sha for drafter in given.drafters}
         given.check(plan.target, plan.boundaries)
         first = unchanged_jobs(plan, given, run.path, frozen, measured, rows)
-        covered = None
+        covered, told = None, {}
     inputs["measure_states"] = measured.key
     phases, notes = [first], {}
     if applied is not None:
@@ -168,6 +169,7 @@ def _prepare(
         },
         resolved={n: s.model_dump(mode="json") for n, s in plan.provenance.items()},
         coverage=covered,
+        **told,
         **({} if given is None else {"drafters": given.record()}),
         **notes,
     )

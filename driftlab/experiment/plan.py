@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from driftlab.config import (
     Condition,
     DrafterConfig,
@@ -24,8 +26,9 @@ from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows, store_rows
 from driftlab.engines.cell import CellJob, Learning
+from driftlab.engines.habitat import record
 from driftlab.engines.probe import measurable_anchors
-from driftlab.engines.train import choose_vocabulary
+from driftlab.engines.train import choose_vocabulary, supervised_share
 from driftlab.errors import ConfigError, DataError
 from driftlab.experiment.texts import (
     RENDERING,
@@ -92,6 +95,7 @@ class Plan:
         self.provenance: Provenance = {}
         self.store = FeatureStore(cache / "states")
         self._rounded: dict[str, Target] = {}
+        self.templates: set[str | None] = {None}  # chat templates of the prompts to learn from
         self.target = self._load_target()
         longest = self._new_tokens(measured=True)
         self.room = self.target.max_position - max(experiment.text.max_new_tokens, longest)
@@ -190,6 +194,7 @@ class Plan:
                 limit=target.max_position,
             )
         prompts = find_prompts(str(spec.train_prompts), target, "train", self.room)
+        self.templates = {p.rendered.template_sha if p.rendered else None for p in prompts}
         writing = Writing(
             spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
         )
@@ -241,6 +246,17 @@ class Plan:
             return None
         chosen = choose_vocabulary((t.continuation for t in texts), size, self.target.vocab_size)
         return tuple(chosen.tolist())
+
+    def supervised(self, texts: Sequence[Text], mapping: tuple[int, ...] | None) -> float:
+        """Share of the tokens to learn from that bear loss. Raises DataError when none does."""
+        ids = None if mapping is None else torch.tensor(mapping)
+        share = supervised_share(texts, ids, self.experiment.train.max_length)
+        if not share:
+            raise DataError(
+                f"no position of {len(texts)} texts is supervised, so nothing can be learned",
+                remedy="Raise train.max_length, or give texts with longer responses.",
+            )
+        return share
 
     def drafter_config(self, mapping: tuple[int, ...] | None) -> DrafterConfig:
         """The plain drafter; fields that the file leaves out follow the target."""
@@ -303,6 +319,7 @@ class Plan:
         experiment = self.experiment
         mapping = self.vocabulary(learned.texts)
         base = self.drafter_config(mapping)
+        origin = record(self.target, learned, self.templates)
         aligned: Rows | None = None
         if any(v.alignment for v in variants(experiment)):
             layer = experiment.train.align_layer
@@ -340,6 +357,7 @@ class Plan:
                 seed=seed,
                 spec=experiment.train.model_copy(update=chosen),
                 rows=aligned if variant.alignment else None,
+                origin=origin,
             )
             folder = run / "drafters" / name
             found.append(

@@ -112,6 +112,32 @@ def shares_of_own_length(tables: Tables, kind: TextKind | None = None) -> pd.Dat
     return pd.DataFrame(rows)
 
 
+def accepted_by_context(steps: pd.DataFrame) -> pd.DataFrame:
+    """Accepted drafts a round by the length of the context: one row a (cell, text, bucket).
+
+    ``steps`` is the table of that name; its free chains are read, those anchors whose chain
+    reaches the deepest depth. Columns: cell, text, low, high (tokens that the drafter has read,
+    low <= n < high, powers of two), anchors, accepted.
+    """
+    import pandas as pd
+
+    free = steps[steps["mode"] == "free"]
+    chain = ["cell", "prompt", "text", "anchor"]
+    rounds = free.groupby(chain, sort=True).agg(
+        depth=("depth", "max"), accepted=("accepted", "sum")
+    )
+    if rounds.empty:
+        return pd.DataFrame(columns=["cell", "text", "low", "high", "anchors", "accepted"])
+    deepest = rounds.groupby("cell")["depth"].transform("max")
+    rounds = rounds[rounds["depth"] == deepest].reset_index()
+    context = rounds["anchor"].astype(int) + 2  # tokens 0 .. anchor + 1 are known
+    rounds["low"] = 2 ** np.floor(np.log2(context)).astype(int)
+    grouped = rounds.groupby(["cell", "text", "low"], sort=True)["accepted"]
+    found = grouped.agg(anchors="size", accepted=lambda x: x.astype(float).mean()).reset_index()
+    found.insert(3, "high", 2 * found["low"])
+    return found
+
+
 def _named(group: Group) -> dict[str, object]:
     named = {name: getattr(group, name) for name in _NAMES}
     return {"label": group.label, **named, "axis": group.axis, "condition": group.condition}
