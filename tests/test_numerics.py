@@ -12,11 +12,12 @@ import small
 import torch
 from torch import Tensor
 
-from driftlab.config import MeasureSpec
+from driftlab.config import MeasureSpec, TrainSpec
 from driftlab.data.features import FeatureStore
 from driftlab.engines import cell, precision
 from driftlab.engines.chain import speculate
 from driftlab.engines.probe import probe
+from driftlab.engines.train import initialise, train
 from driftlab.errors import NumericsError, RunError
 from driftlab.experiment import run_experiment
 from driftlab.models.hooks import Moment, attach
@@ -100,6 +101,29 @@ def test_one_bad_cell_leaves_the_others_and_counts_for_nothing() -> None:
         assert "post-norm feedback" not in said.lower(), "and used for no answer"
     finally:
         shutil.rmtree(out, ignore_errors=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_stops_the_training_by_name(
+    tmp_path: Path, value: float
+) -> None:
+    """At the last step, too, after which no loss would tell of it."""
+    texts = [pairs.as_text(row[:4], row[4:], f"p{i}") for i, row in enumerate(rows())]
+    corpus = FeatureStore(tmp_path).build(pairs.target(), texts, pairs.BOUNDARIES, dtype="float32")
+    config, spec = pairs.config(), TrainSpec(steps=2, ttt=2, batch=2)
+    ids = torch.arange(config.draft_vocab_size)
+    made = initialise(config, pairs.target(), ids, seed=0, head_init=1.0)
+    seen = 0
+
+    def spoil(gradient: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        return gradient if seen == 1 else gradient.index_fill(0, torch.tensor([0]), value)
+
+    made.fc.weight.register_hook(spoil)
+    with pytest.raises(NumericsError, match=r"gradient of fc\.weight is not finite at step 1 "):
+        train(made, corpus, pairs.target(), spec, seed=0)
+    assert all(bool(p.isfinite().all()) for p in made.parameters()), "and moves no weight"
 
 
 @pytest.fixture
