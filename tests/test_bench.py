@@ -154,7 +154,7 @@ def test_a_figure_of_rows_without_a_time_is_none(tmp_path: Path) -> None:
 
 def test_a_stage_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no stage 'probe'"):
-        run(["probe"], smoke=True, repeats=1, peers={}, stored=NOWHERE, say=print)
+        list(run(["probe"], smoke=True, repeats=1, peers={}, stored=NOWHERE, say=print))
     assert "ablate" in STAGES
 
 

@@ -5,10 +5,10 @@ Every figure says what it is a ratio of. Nothing is asserted: a slow machine is 
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,8 +41,10 @@ def run(
     peers: dict[str, str],
     stored: Path,
     say: Callable[[str], None],
-) -> tuple[machine.Machine, list[Row]]:
-    """Measure the machine, then each stage; () is all that need not be named.
+) -> Iterator[tuple[machine.Machine, list[Row]]]:
+    """Measure the machine, then stage by stage; () is all that need not be named.
+
+    Yields the machine and a stage's rows as soon as they are there.
 
     peers: name -> command of other trainers (see `driftlab.bench.peers`). stored: a finished run,
     of which figures are drawn. ``say`` is told what was done, as it is done.
@@ -55,7 +57,6 @@ def run(
         )
     chosen = stages or [name for name in STAGES if name not in ON_REQUEST]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Row] = []
     with machine.threads(1):
         found = machine.measure(device, smoke=smoke)
         say(machine.text(found))
@@ -63,8 +64,6 @@ def run(
             bench = Bench(found, device, not smoke, repeats, Path(folder), stored, peers, say)
             for name in chosen:
                 start = time.monotonic()
-                for row in STAGES[name](bench):
-                    rows.append(row)
+                rows = list(STAGES[name](bench))
                 say(f"{name}: {time.monotonic() - start:.1f} s")
-    found.facts["load_after"] = [round(x, 1) for x in os.getloadavg()]
-    return found, rows
+                yield replace(found, facts=machine.describe(device)), rows

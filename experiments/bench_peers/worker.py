@@ -32,7 +32,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Packages that a trainer names when it is imported and never uses in a step on a CPU."""
 
-    names: ClassVar = ("triton", "sglang", "yunchang", "wandb", "openai_harmony", "tensorboard")
+    names: ClassVar = (
+        *("triton", "sglang", "yunchang", "wandb", "openai_harmony", "tensorboard"),
+        *("openai", "datasets", "aiohttp", "httpx", "psutil"),
+    )
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] in self.names:
