@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -87,6 +88,8 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
         "config": merged.model_dump(mode="json"),
         "config_hash": config_hash(identity(merged)),
         "name": merged.name,
+        "command": shlex.join(["driftlab", "merge", *map(str, runs), "--out", str(out)]),
+        "stages": _stages(manifests),
         "merged": [
             {n: m.get(n) for n in ("name", "config_hash", "command", "created", "versions", "git")}
             | {"cells": sorted(row["cell"] for row in own)}
@@ -98,6 +101,17 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
             _copy(run.path, out)
         made.finish()
     return RunDirectory.open(out)
+
+
+def _stages(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the runs took together: seconds (sum) and peak memory (MiB, largest) of each stage."""
+    found: dict[str, dict[str, float]] = {}
+    for manifest in manifests:
+        for name, stage in (manifest.get("stages") or {}).items():
+            so_far = found.setdefault(name, {"seconds": 0.0, "peak_mib": 0.0})
+            so_far["seconds"] = round(so_far["seconds"] + stage["seconds"], 2)
+            so_far["peak_mib"] = max(so_far["peak_mib"], stage["peak_mib"])
+    return found
 
 
 _KEPT = (
