@@ -498,7 +498,7 @@ def relative(run: Numbers, sample: Sample) -> Estimate:
 
 def only(condition: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
     """Parameters of the condition's one intervention, if it is of that kind and nothing else."""
-    made = condition.get("interventions") or ()
+    made: Sequence[Mapping[str, Any]] = condition.get("interventions") or ()
     changes = [n for n in _TEXT if condition.get(n) is not None]
     if len(made) != 1 or made[0].get("kind") != kind or changes:
         return None
