@@ -85,8 +85,12 @@ def ablate(
                 "--from names the experiment",
                 remedy="Leave file, --suite and --base away; --set may change settings.",
             )
-        _redo(redo, overrides, out, other_code=other_code, strict=strict, command=context.obj)
+        _redo(
+            redo, overrides, out, other_code=other_code, strict=strict, command=context.obj, ray=ray
+        )
         return
+    if other_code:
+        raise ConfigError("--other-code is for --from", remedy="Name a manifest with --from.")
     spec = (
         _suite(suite or "micro", overrides)
         if experiment is None
@@ -488,6 +492,7 @@ def _redo(
     other_code: bool,
     strict: bool,
     command: str,
+    ray: str | None,
 ) -> None:
     from driftlab.experiment import code_in_use
     from driftlab.experiment.redo import experiment_of, verdict
@@ -498,7 +503,7 @@ def _redo(
     for difference in apart:
         typer.echo(f"other code: {difference}")
     out = out or Path("runs") / f"{spec.name}-again"
-    _run(spec, out, strict=strict, command=command)
+    _run(spec, out, strict=strict, command=command, ray=ray)
     from driftlab.results.records import RunDirectory
 
     typer.echo(f"against {manifest}: {verdict(stored, RunDirectory.open(out))}")

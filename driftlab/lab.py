@@ -412,10 +412,11 @@ class Lab:
         found = spread(found, limit)
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
         config = self.drafter.config
+        at_once = min(batch, len(found) * len(temperatures))
         memory.refuse_too_large(
-            f"probing {batch} texts of up to {longest} tokens at once",
+            f"probing {at_once} texts of up to {longest} tokens at once",
             lambda n: memory.probing_bytes(config, n, longest, depth),
-            batch,
+            at_once,
             "--batch",
         )
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
@@ -537,8 +538,9 @@ class Lab:
     ) -> Features:
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
         shape, boundaries = self.target.shape, self.drafter.config.boundaries
+        at_once = min(batch, len(found) * len(temperatures))
         memory.refuse_too_large(
-            f"capturing states of {batch} texts of up to {longest} tokens at once",
+            f"capturing states of {at_once} texts of up to {longest} tokens at once",
             lambda n: memory.capturing_bytes(
                 n,
                 longest,
@@ -546,7 +548,7 @@ class Lab:
                 intermediate=shape.intermediate_size,
                 boundaries=len(boundaries),
             ),
-            batch,
+            at_once,
             "--batch",
         )
         texts: list[Text] = []

@@ -15,10 +15,12 @@ import torch
 
 from driftlab.analysis.interventions import apply, mask_chain_keys, noise, pin_norm
 from driftlab.config import MeasureSpec, TrainSpec
+from driftlab.data.corpus import Source
 from driftlab.engines.anchors import unroll
 from driftlab.engines.chain import speculate
 from driftlab.engines.probe import probe
 from driftlab.errors import ResourceError
+from driftlab.lab import Lab
 from driftlab.models import memory
 from driftlab.models.hooks import attach, capture
 
@@ -62,6 +64,21 @@ def test_needs_grow_with_what_they_are_made_of() -> None:
     assert memory.training_bytes(config, spec, 512) == memory.training_bytes(config, spec, 9000)
     assert memory.probing_bytes(config, 1, 64, 4) < memory.probing_bytes(config, 2, 64, 4)
     assert memory.probing_bytes(config, 1, 64, 4) < memory.probing_bytes(config, 1, 64, 8)
+
+
+def test_a_probe_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as many texts as there are, however many may run at once."""
+    lab = Lab(pairs.target(), pairs.drafter(), cache=tmp_path / "cache")
+    source = Source("p", "chat", tuple(range(3, 9)), None)
+    monkeypatch.setattr(Lab, "_sources", lambda *_: [source, source])
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    with pytest.raises(ResourceError, match=r"^probing 2 texts of up to 70 tokens at once needs"):
+        lab.probe(["a", "b"], batch=16)
+    with pytest.raises(ResourceError, match=r"^capturing states of 2 texts of up to 70 tokens"):
+        lab.states(["a", "b"], batch=16)
+    assert not (tmp_path / "cache").exists()
 
 
 # --- nothing stays ------------------------------------------------------------------------------
