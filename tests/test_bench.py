@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,15 @@ CPU = torch.device("cpu")
 NOWHERE = Path("nowhere")
 
 
-def bench(tmp_path: Path, **changes: object) -> Bench:
+def bench(tmp_path: Path, **changes: Any) -> Bench:
     found = machine.Machine({}, {("float32", 1): 1e9, ("bfloat16", 1): 1e9}, 1e9)
-    given = {"machine": found, "device": CPU, "full": False, "repeats": 1, "work": tmp_path}
+    given: dict[str, Any] = {
+        "machine": found,
+        "device": CPU,
+        "full": False,
+        "repeats": 1,
+        "work": tmp_path,
+    }
     return Bench(**{**given, "stored": NOWHERE, "say": lambda line: None, **changes})
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from driftlab.bench import count, shapes
 from driftlab.bench.drafting import work
 from driftlab.bench.shapes import Bench
 from driftlab.bench.timing import race, ratio
+from driftlab.models.target import Target
 from driftlab.results.bench_rows import Row
 
 
@@ -34,19 +37,8 @@ def continuation(bench: Bench) -> Iterator[Row]:
             mask[i, width - len(prompt) :] = 1
         ids, mask = ids.to(bench.device), mask.to(bench.device)
 
-        def ours(target=target, prompts=prompts) -> object:
-            return target.generate(prompts, max_new_tokens=new, batch=rows)
-
-        def library(target=target, ids=ids, mask=mask) -> object:
-            with torch.inference_mode():
-                return target.model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    max_new_tokens=new,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-
+        ours = partial(target.generate, prompts, max_new_tokens=new, batch=rows)
+        library = partial(_generate, target, ids, mask, new)
         same = _agreement(ours(), library(), width)
         found = race({"driftlab": ours, "generate": library}, bench.repeats, bench.device, warm=0)
         keys = sum(lengths) / rows
@@ -78,10 +70,24 @@ def continuation(bench: Bench) -> Iterator[Row]:
         )
 
 
-def _agreement(ours: object, library: object, width: int) -> float:
+def _generate(target: Target, ids: Tensor, mask: Tensor, new: int) -> Tensor:
+    with torch.inference_mode():
+        return target.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+def _decode(target: Target, ids: Tensor) -> None:
+    with torch.no_grad():
+        target.model.get_decoder()(input_ids=ids, use_cache=False)
+
+
+def _agreement(ours: list[list[int]], library: Tensor, width: int) -> float:
     """Share of new tokens before each row's first difference."""
-    assert isinstance(ours, list)
-    assert isinstance(library, torch.Tensor)
     same = total = 0
     for mine, row in zip(ours, library[:, width:].tolist(), strict=True):
         total += len(mine)
@@ -102,14 +108,10 @@ def states(bench: Bench) -> Iterator[Row]:
         ids = torch.tensor([shapes.random_text(tokens, shape.vocabulary).tokens] * 2)
         lengths, placed = torch.tensor([tokens, tokens]), ids.to(bench.device)
 
-        def ours(ids=ids, lengths=lengths) -> object:
-            return target.forward(ids, lengths, boundaries, logits=False)
-
-        def library(placed=placed) -> object:
-            with torch.no_grad():
-                return target.model.get_decoder()(input_ids=placed, use_cache=False)
-
-        calls: dict[str, Callable[[], object]] = {"captured": ours, "HF forward": library}
+        calls: dict[str, Callable[[], object]] = {
+            "captured": partial(target.forward, ids, lengths, boundaries, logits=False),
+            "HF forward": partial(_decode, target, placed),
+        }
         found = race(calls, bench.repeats, bench.device)
         done = count.target_forward(shape, 2 * tokens, tokens / 2, logits=0)
         common = {
