@@ -77,7 +77,7 @@ reliability: $(READY) ## SIGKILL ablate and train at 50 random moments, compare 
 fuzz: $(READY) ## damage what is read, for SECONDS (300): only driftlab's own errors come out
 	$(BIN)/python tests/reliability/fuzz.py --seconds $(or $(SECONDS),300)
 
-mutation: $(READY) ## break the code on purpose in 40 places: a test notices each
+mutation: $(READY) ## break the code on purpose, place by place: a test should notice each
 	$(BIN)/python tests/reliability/mutations.py
 
 bench: $(READY) ## time every stage against alternatives and the machine (BENCH: folder for it)
