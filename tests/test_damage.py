@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import small
 
@@ -22,6 +23,8 @@ from driftlab.engines import cell, train
 from driftlab.errors import CheckpointError
 from driftlab.experiment import run_experiment
 from driftlab.models.frozen import Frozen
+from driftlab.results.schema import SCHEMAS
+from driftlab.results.shards import read_shard, write_shard
 
 
 @pytest.fixture
@@ -134,3 +137,30 @@ def test_a_damaged_training_checkpoint_is_refused_by_name(
     run_experiment(small.spec(), out, quiet=True)
     assert small.contents(out) == small.contents(small.home() / "done")
     assert cell.DONE in small.status(out).values()
+
+
+def test_no_flipped_bit_of_a_shard_s_header_gives_other_rows(tmp_path: Path) -> None:
+    """Every bit: the checksum covers the tables alone."""
+    whole, damaged = tmp_path / "whole.shard", tmp_path / "x.shard"
+    made = {"texts": table("texts", "a"), "explained": table("explained", "b")}
+    write_shard(whole, ("cell", "prompt"), made)
+    data = whole.read_bytes()
+    head = data.index(b"\n") + 1
+    refused = 0
+    for at in range(head):
+        for bit in range(8):
+            damaged.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            found = read_shard(damaged)
+            if found is None or found.key != ("cell", "prompt"):
+                refused += 1
+                continue
+            assert all(found.table(name).equals(rows) for name, rows in made.items()), (at, bit)
+    assert refused > head * 4
+
+
+def table(name: str, word: str) -> pa.Table:
+    """Two rows of one text in every column of text; no other values."""
+    schema = SCHEMAS[name]
+    words = {f.name: [word] * 2 for f in schema if pa.types.is_string(f.type)}
+    columns = [pa.array(words.get(f.name, [None] * 2), type=f.type) for f in schema]
+    return pa.Table.from_arrays(columns, names=schema.names)

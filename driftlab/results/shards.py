@@ -383,7 +383,14 @@ def read_shard(path: Path, *, verify: bool = True) -> Shard | None:
                 digest = hashlib.file_digest(handle, "sha256").hexdigest()
                 if digest != header["sha256"]:
                     return None
-            blobs = {name: (start + at, size) for name, (at, size) in header["blobs"].items()}
+            blobs, end = {}, start
+            for name, (at, size) in header["blobs"].items():
+                if name not in SCHEMAS or start + at != end or size < 0:
+                    return None  # the checksum does not cover the header
+                blobs[name] = (end, size)
+                end += size
+            if end != path.stat().st_size:
+                return None
             return Shard(path, tuple(header["key"]), blobs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
