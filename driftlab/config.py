@@ -480,7 +480,7 @@ def read_experiment(
     elif base is not None:
         base = _find_base(str(base), path.parent)
     if base is not None:
-        data = _over(data, _read_toml(Path(base)), Path(base).stem)
+        data = _over(data, _read_base(Path(base)), Path(base).stem)
     return build_experiment(data, overrides, where=str(path))
 
 
@@ -488,13 +488,25 @@ def _find_base(name: str, folder: Path) -> Path:
     places = [folder / "targets" / f"{name}.toml", SUITES / f"{name}.toml"]
     if name.endswith(".toml"):
         return Path(name)
-    if found := next((p for p in places if p.exists()), None):
+    named = not {"/", "\\"} & {*name}  # a path needs its suffix
+    if named and (found := next((p for p in places if p.exists()), None)):
         return found
-    known = {p.stem for place in places for p in place.parent.glob("*.toml")}
+    known = {p.stem for where in (folder / "targets", SUITES) for p in where.glob("*.toml")}
     raise ConfigError(
         f"no base {name!r}",
         remedy=f"Known: {', '.join(sorted(known))}. Or give the path of a .toml file.",
     )
+
+
+def _read_base(path: Path) -> dict[str, Any]:
+    """A base's tables. Raises ConfigError for a key that no experiment has: it would be dropped."""
+    found = _read_toml(path)
+    if unknown := sorted({*found} - ({*Experiment.model_fields} - {"base"})):
+        raise ConfigError(
+            f"{path}: a base has no key {', '.join(unknown)}",
+            remedy=f"It gives {', '.join(BASE)}; correct or remove the key.",
+        )
+    return found
 
 
 def _over(data: dict[str, Any], base: dict[str, Any], stem: str) -> dict[str, Any]:
@@ -512,7 +524,7 @@ def _over(data: dict[str, Any], base: dict[str, Any], stem: str) -> dict[str, An
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             f"experiment file {path} does not exist",
@@ -528,7 +540,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not a TOML file",
             got=str(error) or type(error).__name__,
-            remedy="Correct the line that is named.",
+            remedy="Correct what is named; the file must be text in UTF-8.",
         ) from None
 
 

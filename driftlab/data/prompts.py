@@ -233,21 +233,43 @@ def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Promp
             remedy="Give a non-empty string.",
         )
     if system is not None and not isinstance(system, str):
-        raise DataError(f"{where}: system is not a string", got=f"{system!r:.60}")
-    if any("\ud800" <= c <= "\udfff" for c in text + (system or "")):
         raise DataError(
-            f"{where}: {field} holds half a surrogate pair, which no text encoding has",
-            got=f"{text!r:.60}",
-            remedy="Write such characters as UTF-8, or as both halves.",
+            f"{where}: system is not a string",
+            got=f"{system!r:.60}",
+            remedy="Give a string, or leave it out.",
         )
     category = record.get("category", PLAIN if field == "text" else "chat")
     if not isinstance(category, str) or not category:
-        raise DataError(f"{where}: category is not a word", got=f"{category!r:.60}")
-    if "id" in record:
-        name = str(record["id"])
-    else:
-        name = f"{stem}-{record.get('question_id', f'{number:04d}')}"
+        raise DataError(
+            f"{where}: category is not a word",
+            got=f"{category!r:.60}",
+            remedy="Give a word, or leave it out.",
+        )
+    for what, value in ((field, text), ("system", system or ""), ("category", category)):
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise DataError(
+                f"{where}: {what} holds half a surrogate pair, which no text encoding has",
+                got=f"{value!r:.60}",
+                remedy="Write such characters as UTF-8, or as both halves.",
+            )
+    name = _name(record, stem, number, where)
     return Prompt(re.sub(r"[^A-Za-z0-9._-]+", "-", name), category, text, system)
+
+
+def _name(record: dict[str, Any], stem: str, number: int, where: str) -> str:
+    """The id, or one made of the file's name and ``question_id`` or the line's number."""
+    for field in ("id", "question_id"):
+        value = record.get(field)
+        if field not in record:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+            raise DataError(
+                f"{where}: {field} is neither a word nor a whole number",
+                got=f"{value!r:.60}",
+                remedy="Give one, or leave it out: lines are numbered.",
+            )
+        return str(value) if field == "id" else f"{stem}-{value}"
+    return f"{stem}-{number:04d}"
 
 
 def _first_exchange(messages: Any, system: Any, where: str) -> tuple[Any, Any]:

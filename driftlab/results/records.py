@@ -150,7 +150,7 @@ class RunDirectory:
         version = run.manifest.get("schema_version")
         if version != SCHEMA_VERSION:
             raise RunError(
-                f"{path} has tables of schema version {version}, this driftlab reads "
+                f"{path} has tables of schema version {version!r}, this driftlab reads "
                 f"{SCHEMA_VERSION}",
                 remedy="Run the experiment again, or use the version of driftlab that made it.",
             )
@@ -457,7 +457,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):
             raise ValueError("not an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(
             f"{path / 'manifest.json'} cannot be read",
             got=error,

@@ -74,10 +74,13 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)\s*(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _VLLM = re.compile(r"^(?:vllm[:_])?spec_decode_(num_\w+?)(?:_total)?$")
 _SGLANG = re.compile(r"^sglang[:_](spec_\w+)$")
-_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*([0-9.]+)")
-_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*([0-9.]+)")
-_RUNNING = re.compile(r"#running-req\s*:\s*(\d+)")
-_ARGUMENT = re.compile(r"\bspeculative[_-](num[_-]steps|eagle[_-]topk)\s*[=:\s]\s*['\"]?(\d+)")
+_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*(\d{1,9}(?:\.\d+)?)(?![\d.])", re.ASCII)
+_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*(\d{0,9}(?:\.\d+)?)(?<=\d)(?![\d.])", re.ASCII)
+_RUNNING = re.compile(r"#running-req\s*:\s*(\d{1,9})(?!\d)", re.ASCII)
+_ARGUMENT = re.compile(
+    r"\bspeculative[_-](num[_-]steps|eagle[_-]topk)\s*[=:\s]\s*['\"]?(\d{1,9})(?!\d)", re.ASCII
+)
+_POSITIONS = 10_000  # no engine drafts as many; a page that says so is damaged
 
 
 def read_served(path: str | Path) -> Served:
@@ -88,7 +91,7 @@ def read_served(path: str | Path) -> Served:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise RunError(
             f"{path} cannot be read", got=error.strerror, remedy="Give the saved page or log."
@@ -98,7 +101,7 @@ def read_served(path: str | Path) -> Served:
     gauges = [s for s in samples if _SGLANG.match(s.name)]
     if any(_VLLM.sub(r"\1", s.name) == "num_drafts" for s in vllm):
         return _vllm(path, vllm)
-    if any(s.name.endswith("spec_accept_length") for s in gauges):
+    if any(_SGLANG.sub(r"\1", s.name) == "spec_accept_length" for s in gauges):
         return _sglang_page(path, gauges)
     if _LENGTH.search(text):
         return _sglang_log(path, text)
@@ -130,14 +133,21 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
         )
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    again = "Save the page anew, whole and once."
     for s in samples:
         name = _VLLM.sub(r"\1", s.name)
+        series = (name, frozenset(s.labels.items()))
+        if series in seen:  # added up, they would pass for twice as many rounds
+            raise RunError(f"{path} holds {s.name} twice", got=dict(s.labels) or None, remedy=again)
+        seen.add(series)
         if not math.isfinite(s.value) or s.value < 0:
-            raise RunError(f"{path}: {s.name} is no count", got=s.value)
+            raise RunError(f"{path}: {s.name} is no count", got=s.value, remedy=again)
         if name == "num_accepted_tokens_per_pos":
             place = s.labels.get("position", "")
-            if not place.isdigit():
-                raise RunError(f"{path}: {s.name} names no position", got=s.labels)
+            if re.fullmatch("[0-9]{1,9}", place) is None or int(place) >= _POSITIONS:
+                what = f"{path}: {s.name} names no position"
+                raise RunError(what, got=f"{place[:20]!r}", remedy=again)
             positions[int(place)] = positions.get(int(place), 0.0) + s.value
         else:
             totals[name] = totals.get(name, 0.0) + s.value
@@ -191,13 +201,19 @@ def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
             f"{path}: spec_accept_length is 0, nothing was drafted",
             remedy="Save the page while the server answers requests with speculation on.",
         )
-    steps = {int(v) for v in held.get("spec_num_steps", []) if v > 0}
+    steps = {v for v in held.get("spec_num_steps", []) if v > 0}
+    if not all(math.isfinite(v) and v == int(v) for v in steps):
+        raise RunError(
+            f"{path}: spec_num_steps is no count", got=sorted(steps), remedy="Save the page anew."
+        )
+    depth = int(steps.pop()) if len(steps) == 1 else None
+    _refuse_longer(path, lengths, depth)
     return Served(
         source="SGLang metrics page",
         path=str(path),
         accepted_drafts=float(np.mean(lengths)) - 1,
         counts="the gauge spec_accept_length, bonus token included, less 1",
-        depth=steps.pop() if len(steps) == 1 else None,
+        depth=depth,
         notes=("the gauge is that of the last logging window alone: a log says more",),
     )
 
@@ -221,6 +237,8 @@ def _sglang_log(path: Path, text: str) -> Served:
             remedy="Give the log of a server that answered requests with speculation on.",
         )
     arguments = {k.replace("-", "_"): int(v) for k, v in _ARGUMENT.findall(text)}
+    depth = arguments.get("num_steps")
+    _refuse_longer(path, [x for x, _ in kept], depth)
     notes = [
         f"mean of {len(kept)} logging windows, weighted by their running requests; the log rounds "
         "each to two decimals"
@@ -241,9 +259,20 @@ def _sglang_log(path: Path, text: str) -> Served:
         path=str(path),
         accepted_drafts=float(np.average(values, weights=shares)) - 1,
         counts="accept len, bonus token included, less 1; no counts by position",
-        depth=arguments.get("num_steps"),
+        depth=depth,
         notes=tuple(notes),
     )
+
+
+def _refuse_longer(path: Path, lengths: Sequence[float], depth: int | None) -> None:
+    """Raise RunError for a round that accepts more than its drafts and the bonus token."""
+    most, said = max(lengths), "unknown" if depth is None else depth
+    if math.isinf(most) or (depth is not None and most > depth + 1):
+        raise RunError(
+            f"{path}: the counts contradict each other",
+            got=f"accept length {most:g}, drafts a round {said}",
+            remedy="Give the file of one server, with the settings that it ran with.",
+        )
 
 
 # --- beside a run -----------------------------------------------------------------------------
