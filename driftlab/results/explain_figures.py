@@ -79,7 +79,7 @@ def _series(found: Explained, keys: Iterable[tuple[str, str]]) -> pd.DataFrame:
     return frame
 
 
-def layers_data(found: Explained, kind: None = None) -> pd.DataFrame:
+def layers_data(found: Explained) -> pd.DataFrame:
     """Shapley value of every captured layer by depth."""
     return _series(found, (("shapley", part) for part in found.parts("shapley")))
 
@@ -96,17 +96,17 @@ _STATES = {
 }
 
 
-def lens_data(found: Explained, kind: None = None) -> pd.DataFrame:
+def lens_data(found: Explained) -> pd.DataFrame:
     """How often the lens names the drafted token, and the one just read, by depth."""
     return _series(found, _LENS)
 
 
-def states_data(found: Explained, kind: None = None) -> pd.DataFrame:
+def states_data(found: Explained) -> pd.DataFrame:
     """Cosine of the state with the depth before, with the same token's, and with others."""
     return _series(found, _STATES)
 
 
-def effect_data(found: Explained, kind: None = None) -> pd.DataFrame:
+def effect_data(found: Explained) -> pd.DataFrame:
     """Attention mass of each region beside what its keys are worth, at the first and last depth.
 
     ``value, low, high`` are of the effect; ``mass, mass_low, mass_high`` of the mass.
