@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from driftlab.config import SUITES, read_experiment
 from driftlab.data.prompts import load_prompts
 from driftlab.errors import ConfigError, DataError, RunError
+from driftlab.results.papers import changed_tables
 from driftlab.results.records import RunDirectory
+from driftlab.results.schema import SCHEMA_VERSION
 from driftlab.results.served import read_served
 
 # --- metrics pages and logs -------------------------------------------------------------------
@@ -112,3 +116,27 @@ def test_a_manifest_that_was_edited(tmp_path: Path, manifest: str, said: str) ->
     (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
     with pytest.raises(RunError, match=said):
         RunDirectory.open(tmp_path)
+
+
+def test_a_run_that_was_explained_is_current(tmp_path: Path) -> None:
+    def note(**explained: str) -> None:
+        manifest = {"schema_version": SCHEMA_VERSION, "tables": {"cells": digest(b"cells")}}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        (tmp_path / "explained").mkdir(exist_ok=True)
+        text = json.dumps({"table": explained})
+        (tmp_path / "explained" / "manifest.json").write_text(text, encoding="utf-8")
+
+    def digest(content: bytes) -> dict[str, str]:
+        return {"sha256": hashlib.sha256(content).hexdigest()}
+
+    for name in ("cells", "explained"):
+        (tmp_path / f"{name}.parquet").write_bytes(name.encode())
+    note(**digest(b"explained"))
+    assert changed_tables(RunDirectory.open(tmp_path)) == []
+    note(**digest(b"something else"))
+    assert changed_tables(RunDirectory.open(tmp_path)) == ["explained.parquet"]
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"schema_version": SCHEMA_VERSION, "tables": ["cells"]}), encoding="utf-8"
+    )
+    changed = changed_tables(RunDirectory.open(tmp_path))  # a list where a table was
+    assert changed == ["cells.parquet", "explained.parquet"]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlab.errors import RunError
+from driftlab.results.explanations import ExplainedFolder
 from driftlab.results.figures import save_figures
 from driftlab.results.latex import page_csv, page_latex
 from driftlab.results.note import note_source
@@ -262,12 +263,17 @@ def reduce(run: RunDirectory, out: Path) -> None:
 
 
 def changed_tables(run: RunDirectory) -> list[str]:
-    """Tables of ``run`` that are no longer the ones that its manifest knows by their hash."""
-    noted = run.manifest.get("tables") or {}
+    """Tables of ``run`` that are not those that its manifests know by their hash."""
+    noted = run.manifest.get("tables")
+    known = dict(noted) if isinstance(noted, dict) else {}
+    explained = ExplainedFolder(run.path)  # it has a manifest of its own
+    if (explained.path / "manifest.json").exists():
+        known["explained"] = explained.manifest.get("table")
+    hashes = {name: e.get("sha256") if isinstance(e, dict) else None for name, e in known.items()}
     return [
         path.name
         for path in sorted(run.path.glob("*.parquet"))
-        if sha256(path.read_bytes()).hexdigest() != noted.get(path.stem, {}).get("sha256")
+        if sha256(path.read_bytes()).hexdigest() != hashes.get(path.stem)
     ]
 
 
