@@ -126,7 +126,8 @@ def make_table(name: str, columns: Mapping[str, Any], where: str) -> pa.Table:
             remedy="Give one value a row in every column.",
         )
     n = next(iter(lengths.values()), 1)
-    arrays = [_column(field, columns, n, f"{name}.{field.name} ({where})") for field in schema]
+    with np.errstate(over="ignore", invalid="ignore"):  # overflow is found as infinity
+        arrays = [_column(field, columns, n, f"{name}.{field.name} ({where})") for field in schema]
     table = pa.Table.from_arrays(arrays, schema=schema)
     for column, allowed in _CHOICES.items():
         if column in schema.names:
@@ -143,6 +144,8 @@ def make_table(name: str, columns: Mapping[str, Any], where: str) -> pa.Table:
 
 
 def _is_scalar(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0
     return value is None or isinstance(value, str) or np.ndim(value) == 0
 
 
@@ -160,8 +163,9 @@ def _column(field: pa.Field, columns: Mapping[str, Any], n: int, where: str) -> 
         ) from None
     if pa.types.is_floating(field.type) and array.null_count < n:
         filled = array.fill_null(0) if array.null_count else array
-        bad = n - int(np.isfinite(filled.to_numpy()).sum())
-        if bad:
+        finite = np.isfinite(filled.to_numpy())
+        if not finite.all():
+            bad = n - int(finite.sum())
             raise NumericsError(
                 f"{where} holds NaN or infinity",
                 got=f"{bad} of {n} values",
@@ -193,10 +197,14 @@ def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
     if array.ndim != 1:
         raise ValueError(f"shape {array.shape} is not one value a row")
     if pa.types.is_floating(kind):
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow is found as infinity
-            array = array.astype(kind.to_pandas_dtype())
+        array = array.astype(kind.to_pandas_dtype(), copy=False)
         if mask is not None:
             array = np.where(mask, array.dtype.type(0), array)
+    if array.dtype.kind == "U" and mask is None and array.size:
+        # Words come in long runs, and a conversion from UCS-4 is slow.
+        starts = np.flatnonzero(np.append(True, array[1:] != array[:-1]))
+        runs = np.diff(np.append(starts, n))
+        return pa.array(array[starts], type=kind).take(pa.array(np.repeat(range(len(runs)), runs)))
     return pa.array(array, type=kind, mask=mask, from_pandas=False)
 
 
@@ -253,20 +261,24 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
     whose chain reaches the deepest depth of its (cell, prompt, text, mode) makes every depth
     speak of the same anchors.
     """
-    group = steps.group_by(["cell", "prompt", "text", "mode"], use_threads=False).aggregate([])
-    depth, anchor = steps["depth"].to_numpy(), steps["anchor"].to_numpy()
+    if not steps.num_rows:
+        return SCHEMAS["depths"].empty_table()
+    columns = {name: steps[name].combine_chunks() for name in steps.column_names}
+    depth, anchor = columns["depth"].to_numpy(), columns["anchor"].to_numpy()
+    same = ["prompt", "text", "mode"]  # a shard holds one cell
+    change = np.zeros(steps.num_rows, dtype=bool)
+    change[0] = True
+    for name in same:
+        codes = columns[name].dictionary_encode().indices.to_numpy()
+        change[1:] |= codes[1:] != codes[:-1]
+    starts = np.flatnonzero(change)  # rows are sorted, so that every group is one run
     parts: list[dict[str, Any]] = []
-    for key in group.to_pylist():
-        mask = np.ones(steps.num_rows, dtype=bool)
-        for name in ("prompt", "text", "mode"):  # a shard holds one cell
-            mask &= pc.equal(steps[name], key[name]).to_numpy()
-        rows = np.flatnonzero(mask)
+    for rows in np.split(np.arange(steps.num_rows), starts[1:]):
+        key = {name: columns[name][rows[0]].as_py() for name in ("cell", *same)}
         rows = rows[np.isin(anchor[rows], anchor[rows][depth[rows] == depth[rows].max()])]
         rows = rows[np.argsort(depth[rows], kind="stable")]
-        part = _means(steps, rows, where)
+        part = _means(columns, rows, where)
         parts.append({k: np.repeat(v, len(part["depth"])) for k, v in key.items()} | part)
-    if not parts:
-        return SCHEMAS["depths"].empty_table()
     # Masked arrays are slow, and most columns have no mask.
     joined = {}
     for name in parts[0]:
@@ -276,40 +288,46 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
     return make_table("depths", joined, where)
 
 
-def _means(steps: pa.Table, rows: np.ndarray, where: str) -> dict[str, Any]:
-    """Columns of ``depths`` from ``rows`` of ``steps``, which are in order of depth."""
-    depths, starts = np.unique(steps["depth"].to_numpy()[rows], return_index=True)
+def _means(columns: Mapping[str, pa.Array], rows: np.ndarray, where: str) -> dict[str, Any]:
+    """Columns of ``depths`` from ``rows`` of the table ``steps``, which are in order of depth."""
+    depth = columns["depth"].to_numpy()[rows]
+    starts = np.flatnonzero(np.append(True, depth[1:] != depth[:-1]))
+    depths = depth[starts]
 
     def total(values: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values, starts)
+        return np.add.reduceat(values, starts, axis=-1)
 
     def values(name: str) -> tuple[np.ndarray, np.ndarray]:
-        column = steps[name]
-        there = column.is_valid().to_numpy()[rows]
-        return column.fill_null(pa.scalar(0).cast(column.type)).to_numpy()[rows].astype(
-            np.float64
-        ), there
+        column = columns[name]
+        there = column.is_valid().to_numpy(zero_copy_only=False)[rows]
+        filled = column.fill_null(pa.scalar(0).cast(column.type)).to_numpy(zero_copy_only=False)
+        return filled[rows].astype(np.float64), there
 
     n = np.diff(np.append(starts, len(rows)))
     out: dict[str, Any] = {"depth": depths, "n": n}
-    keys = (steps["anchor"].to_numpy()[rows] + steps["depth"].to_numpy()[rows]).astype(np.float64)
+    keys = (columns["anchor"].to_numpy()[rows] + depth).astype(np.float64)
     out["uniform"] = total(1 / np.maximum(keys, 1)) / n
-    for name in (*ATTENTION, *NORMS):
-        out[name] = total(steps[name].to_numpy()[rows].astype(np.float64)) / n
-    for name in LOGGED:
-        rms = steps[name].to_numpy()[rows].astype(np.float64)
-        # A state that an intervention has set to zero has no logarithm.
-        zeros = total((rms <= 0).astype(int)) > 0
-        out[f"log_{name}"] = np.ma.array(total(np.log(np.where(rms > 0, rms, 1))) / n, mask=zeros)
+    plain = (*ATTENTION, *NORMS)
+    block = np.empty((len(plain), len(rows)))  # all at once: calls would cost more than sums
+    for i, name in enumerate(plain):
+        block[i] = columns[name].to_numpy()[rows]
+    out |= dict(zip(plain, total(block) / n, strict=True))
+    rms = block[[plain.index(name) for name in LOGGED]]
+    # A state that an intervention has set to zero has no logarithm.
+    zeros = total((rms <= 0).astype(int)) > 0
+    logs = total(np.log(np.where(rms > 0, rms, 1))) / n
+    for name, mean, zero in zip(LOGGED, logs, zeros, strict=True):
+        out[f"log_{name}"] = np.ma.array(mean, mask=zero)
     for name in ("logprob", "tv"):
         column, there = values(name)
         count = total(there.astype(int))
         out[name] = np.ma.array(total(column) / np.maximum(count, 1), mask=count == 0)
     for name in ("correct", "in_vocab"):
-        out[f"n_{name}"] = total(steps[name].to_numpy()[rows].astype(int))
-    temperature = steps["temperature"].take(pa.array(rows[starts]))
+        out[f"n_{name}"] = total(columns[name].to_numpy(zero_copy_only=False)[rows].astype(int))
+    temperature = columns["temperature"].take(pa.array(rows[starts]))
     out["temperature"] = np.ma.array(
-        temperature.fill_null(0).to_numpy(), mask=temperature.is_null().to_numpy()
+        temperature.fill_null(0).to_numpy(),
+        mask=temperature.is_null().to_numpy(zero_copy_only=False),
     )
     out["n_accepted"] = out["n_opportunities"] = np.ma.masked_all(len(n), dtype=np.int64)
     accepted, there = values("accepted")
@@ -346,7 +364,8 @@ class Shard:
 
 
 def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]) -> None:
-    options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
+    # Measurements hardly shrink, so the quick codec; the tables at the end are packed better.
+    options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
     payload, blobs, offset = [], {}, 0
     for name, table in tables.items():
         sink = pa.BufferOutputStream()
