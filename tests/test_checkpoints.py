@@ -901,8 +901,10 @@ def test_low_rank_attention_against_transformers(
         rotation = DeepseekV3RotaryEmbedding(theirs_config)(x, positions[None])
         want = theirs(x, position_embeddings=rotation, attention_mask=mask)[0]
         memory = drafter.new_memory()
-        memory.length, memory.anchors = 9, positions
-        found = layer.attention(own, x, positions, memory, 1)
+        memory.length, memory.anchors, memory.host = 9, positions, positions
+        found = layer.attention(
+            own, [matrix(x) for matrix in own.readers()], positions, memory, 1, 0
+        )
     torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
     m = 0.1 * math.log(64) + 1
     scale = m**2 if block is KIMI_YARN else 1.0
