@@ -206,7 +206,7 @@ class Recorder:
         if mode == "free":
             steps["accepted"] = np.logical_and.accumulate(steps["correct"], axis=0)
         steps |= {name: v.mean(axis=1) for name, v in heads.items()}
-        if fault := _first_fault(steps, depths, everything.per_layer, text, index):
+        if fault := _first_fault(steps, everything.per_layer, text, index):
             site, d, row, value = fault
             raise NumericsError(
                 f"{site} of drafter {self.drafter.config.variant} is not finite at depth "
@@ -274,7 +274,7 @@ def _to_host(groups: Sequence[dict[str, Tensor]]) -> list[Columns]:
 
 
 def _first_fault(
-    steps: Columns, depths: np.ndarray, layers: Sequence[Columns], text: int, rows: np.ndarray
+    steps: Columns, layers: Sequence[Columns], text: int, rows: np.ndarray
 ) -> tuple[str, int, int, float] | None:
     """(site, depth's index, row, value) of the first value that is not finite, or None.
 

@@ -21,14 +21,14 @@ def layer_ids(fields: Fields) -> list[int] | None:
     return ids
 
 
-def resolve_boundaries(sheet: Sheet, states: int, hidden: int) -> tuple[int, ...] | None:
+def resolve_boundaries(sheet: Sheet, states: int) -> tuple[int, ...] | None:
     ledger = sheet.ledger
     n = sheet.target.n_layers if sheet.target is not None else None
     if sheet.given is not None:
         ids = tuple(sorted(sheet.given))
         if states != len(ids):
             raise ContractError(f"the drafter captures {states} state(s)", got=f"boundaries {ids}")
-        _inside(sheet, ids, n, "the argument boundaries")
+        _inside(ids, n, "the argument boundaries")
         return ledger.put("boundaries", ids, Origin.read, "argument")
     if states == 0:
         return ledger.derived("boundaries", (), "no fc: the target's post-final-norm state")
@@ -37,7 +37,7 @@ def resolve_boundaries(sheet: Sheet, states: int, hidden: int) -> tuple[int, ...
         if not isinstance(exported, list) or any(type(i) is not int for i in exported):
             raise CheckpointError(f"{EXPORT_KEY}.boundaries is no list of integers", got=exported)
         ids = tuple(exported)
-        _inside(sheet, ids, n, f"{EXPORT_KEY}.boundaries")
+        _inside(ids, n, f"{EXPORT_KEY}.boundaries")
         return ledger.put("boundaries", ids, Origin.read, f"{EXPORT_KEY}.boundaries")
     top, nested = layer_ids(sheet.top), layer_ids(sheet.eagle)
     if top is None and nested is None:
@@ -69,7 +69,7 @@ def _listed(
             f"{IDS} {ids} was read as boundaries {found} ({why}); "
             f"the text alone would also allow {other}"
         )
-    _inside(sheet, found, n, IDS)
+    _inside(found, n, IDS)
     origin = ledger.provenance["boundary_convention"].origin
     return ledger.put("boundaries", found, origin, f"{IDS} {ids}, convention {convention}")
 
@@ -116,7 +116,7 @@ def _default(sheet: Sheet, states: int, n: int | None) -> tuple[int, ...] | None
     )
 
 
-def _inside(sheet: Sheet, ids: tuple[int, ...], n: int | None, place: str) -> None:
+def _inside(ids: tuple[int, ...], n: int | None, place: str) -> None:
     bad = [i for i in ids if i < 0 or (n is not None and i > n)]
     if bad or len(set(ids)) != len(ids):
         raise ContractError(

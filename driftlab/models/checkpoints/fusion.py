@@ -24,7 +24,7 @@ def resolve_fusion(sheet: Sheet, hidden: int) -> dict[str, Any]:
     if not has_fc:
         if use is None:
             sheet.shape("fc.weight")  # raises: an EAGLE-3 drafter without fc says so
-        width = _target_width(sheet, hidden)
+        width = _target_width(sheet)
         if width not in (None, hidden):
             raise ContractError(
                 f"a drafter without fc reads the target's state of width {hidden}",
@@ -33,7 +33,7 @@ def resolve_fusion(sheet: Sheet, hidden: int) -> dict[str, Any]:
         ledger.derived("target_hidden_size", hidden, "no fc: the target's own width")
         return {"target_hidden_size": hidden, "n_states": 0}
     wide = sheet.shape("fc.weight")[1]
-    width = _target_width(sheet, hidden)
+    width = _target_width(sheet)
     counts = _counts(sheet)
     if width is None:
         width = _guess_width(sheet, wide, hidden, counts)
@@ -55,7 +55,7 @@ def resolve_fusion(sheet: Sheet, hidden: int) -> dict[str, Any]:
     return {"target_hidden_size": width, "n_states": states}
 
 
-def _target_width(sheet: Sheet, hidden: int) -> int | None:
+def _target_width(sheet: Sheet) -> int | None:
     said = sheet.top.get("target_hidden_size", int)
     has = sheet.target.hidden_size if sheet.target is not None else None
     if said is not None:

@@ -186,7 +186,7 @@ def _qk_norm(sheet: Sheet) -> bool:
     return sheet.ledger.derived("qk_norm", all(present), f"QK norms {there(all(present))}")
 
 
-def resolve_mlp(sheet: Sheet, hidden: int) -> dict[str, Any]:
+def resolve_mlp(sheet: Sheet) -> dict[str, Any]:
     gate = "layers.0.mlp.gate_proj.weight"
     size = sheet.sized("intermediate_size", gate, sheet.shape(gate)[0])
     sheet.ledger.derived("intermediate_size", size, gate)

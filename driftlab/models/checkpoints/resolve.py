@@ -124,7 +124,7 @@ def _run(sheet: Sheet) -> Resolved:
     heads = layer.positive("num_attention_heads")
     fields: dict[str, Any] = {"hidden_size": hidden, "num_layers": layers}
     fields |= resolve_attention(sheet, heads, hidden, mla)
-    fields |= resolve_mlp(sheet, hidden)
+    fields |= resolve_mlp(sheet)
     fields |= resolve_fusion(sheet, hidden)
     fields |= resolve_norms(sheet)
     windows = resolve_windows(sheet, layers)
@@ -140,7 +140,7 @@ def _run(sheet: Sheet) -> Resolved:
     fields |= {"rope": rope, "windows": windows}
     fields |= _rest(sheet)
     vocab = resolve_vocabulary(sheet, fields)
-    ids = resolve_boundaries(sheet, fields.pop("n_states"), hidden)
+    ids = resolve_boundaries(sheet, fields.pop("n_states"))
     config = None
     if ids is not None:
         fields |= {"boundaries": ids}

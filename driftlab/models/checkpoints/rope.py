@@ -61,7 +61,7 @@ def resolve_rope(
     CheckpointError: an unknown type, a missing or non-numeric parameter.
     """
     block, where = _block(layer, ledger, first_layer, dialect)
-    kind = _kind(block, where, layer, ledger)
+    kind = _kind(block, where, ledger)
     theta = _theta(block, where, layer, dialect, ledger)
     parameters = _parameters(kind.value, block, where, layer, dialect, ledger)
     limit = layer.positive(
@@ -123,7 +123,7 @@ def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return plain(a) != plain(b)
 
 
-def _kind(block: dict[str, Any], where: str, layer: Fields, ledger: Ledger) -> Sourced:
+def _kind(block: dict[str, Any], where: str, ledger: Ledger) -> Sourced:
     new, old = block.get("rope_type"), block.get("type")
     if new is not None and old is not None and new != old:
         ledger.conflict(f"{where}: rope_type {new} and type {old} differ, {new} was taken")

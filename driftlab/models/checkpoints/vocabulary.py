@@ -192,7 +192,7 @@ def _table_map(
         forms = [("offset", offset)]
         ledger.note("d2t is not ascending; t2d marks exactly its tokens")
     if not forms:
-        raise _broken_map(sheet, offset, limit, marked)
+        raise _broken_map(offset, limit, marked)
     name, ids = forms[0]
     if name == "absolute":
         ledger.conflict("d2t holds absolute ids, where every known trainer writes offsets")
@@ -204,7 +204,7 @@ def _table_map(
     return ids
 
 
-def _broken_map(sheet: Sheet, offset: Tensor, limit: int, marked: Tensor | None) -> CheckpointError:
+def _broken_map(offset: Tensor, limit: int, marked: Tensor | None) -> CheckpointError:
     outside = ((offset < 0) | (offset >= limit)).nonzero().flatten()
     if len(outside):
         i = int(outside[0])
