@@ -37,22 +37,11 @@ def compare(
 ) -> Comparison | ServedComparison:
     """Two runs (or ``RUN:CELL``) paired; or a run beside a file that a serving engine wrote.
 
-    See :func:`driftlab.results.compare.compare` and
-    :func:`driftlab.results.served.compare_served` for ``kind``, ``depth`` and the errors.
+    See :func:`driftlab.results.served.beside`.
     """
-    from pathlib import Path
+    from driftlab.results.served import beside
 
-    if isinstance(other, str | Path) and Path(other).is_file():
-        from driftlab.results.served import compare_served
-
-        return compare_served(run, other, kind=kind, depth=depth)
-    if depth is not None:
-        from driftlab.errors import ConfigError
-
-        raise ConfigError("depth belongs to an engine's file", remedy="Leave it away.")
-    from driftlab.results.compare import compare as paired
-
-    return paired(run, other, kind=kind)
+    return beside(run, other, kind=kind, depth=depth)
 
 
 def __getattr__(name: str) -> Any:

@@ -391,9 +391,9 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two runs, paired by prompt and seed; or a run with what an engine counted."""
-    import driftlab
+    from driftlab.results.served import beside
 
-    typer.echo(str(driftlab.compare(run, other, kind=text, depth=depth)))
+    typer.echo(str(beside(run, other, kind=text, depth=depth)))
 
 
 @app.command()

@@ -44,6 +44,7 @@ def test_operations_of_a_target_are_those_that_torch_counts() -> None:
     """At a length where causal halves do not matter: torch counts whole square attention."""
     shape = shapes.SMALL_TARGET
     target = shapes.random_target(shape)
+    target.model.set_attn_implementation("eager")  # torch does not count the CPU's fused kernel
     tokens = 32
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         target.model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)

@@ -389,10 +389,10 @@ def test_a_folder_that_may_not_be_read(tmp_path: Path) -> None:
 def test_every_end_is_clean(
     call: Call, patch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
 ) -> None:
-    def fail(*_: object) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise error
 
-    patch.setattr(cli, "read_experiment", fail)
+    patch.setattr("driftlab.config.read_experiment", fail)
     found, _, err = call("ablate", "x.toml")
     assert found == code
     assert said in err and "Traceback" not in err

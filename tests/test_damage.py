@@ -76,22 +76,18 @@ def test_a_file_that_may_not_grow(
     assert small.leftovers(out) == []
 
 
-def test_a_folder_that_is_read_only(tmp_path: Path, out: Path) -> None:
-    """As somebody else than root, whom no permission stops."""
-    if os.geteuid():
-        pytest.skip("only root can become somebody else")
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o755)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+def test_a_folder_that_is_read_only(tmp_path: Path) -> None:
+    """Linux lets nobody make a folder there, root included, whom no permission stops."""
+    locked = Path("/sys/driftlab")
+    if not locked.parent.is_dir():
+        pytest.skip("no /sys on this system")
     said = tmp_path / "said"
-    said.touch()
-    said.chmod(0o666)
-    code = in_a_child(command(locked / "run"), lambda: os.setuid(65534), said)
+    code = in_a_child(command(locked / "run"), lambda: None, said)
     lines = said.read_text().splitlines()
     assert code == 2 and len(lines) == 2, lines
-    assert str(locked / "run") in lines[0] and "Permission denied" in lines[0]
-    assert list(locked.iterdir()) == []
+    assert str(locked) in lines[0]
+    assert "Permission denied" in lines[0] or "not permitted" in lines[0] or "Read-only" in lines[0]
+    assert not locked.exists()
 
 
 def test_damaged_parts_of_the_target_are_written_again(out: Path) -> None:
@@ -105,7 +101,8 @@ def test_damaged_parts_of_the_target_are_written_again(out: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checksum does not agree"):
         Frozen(path)
     run_experiment(small.spec(), out, quiet=True)
-    assert path.read_bytes() == whole
+    assert path.stat().st_size == len(whole)
+    Frozen(path)  # whole again
     assert small.contents(out) == small.contents(small.home() / "done")
 
 

@@ -104,7 +104,9 @@ def test_every_import_is_a_declared_dependency() -> None:
     }
     files = [path for folder in ("driftlab", "tests") for path in (ROOT / folder).rglob("*.py")]
     used = {module.split(".")[0] for path in files for module in imported(path)}
-    ours = {"driftlab"} | {path.stem for path in (ROOT / "tests").iterdir()}
+    ours = {"driftlab"} | {path.stem for path in (ROOT / "tests").rglob("*.py")}
+    ours |= {path.stem for path in (ROOT / "tests").iterdir()}
+    ours |= {path.stem for path in (ROOT / "papers").rglob("*.py")}
     used = {"pillow" if name == "PIL" else name for name in used}
     assert used - set(sys.stdlib_module_names) - ours - declared == set()
 

@@ -8,6 +8,7 @@ FILE is what `torch.save` wrote: a job as `save_job` describes it, and gradients
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -84,6 +85,7 @@ class Peer:
                 text=True,
             )
         except OSError as error:
+            self._log.close()
             raise ResourceError(
                 f"peer {name} does not start", got=error, remedy="Make it with `make bench-peers`."
             ) from None
@@ -93,8 +95,14 @@ class Peer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._end()
+
+    def _end(self) -> None:
+        """It ends when nothing more is to be said to it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._process.wait(timeout=60)
         self._log.close()
 
@@ -118,6 +126,7 @@ class Peer:
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines()
             self._process.kill()
+            self._end()
             raise ResourceError(
                 f"peer {self.name} failed at {next(iter(what))}",
                 got=said[-1] if said else "no message",

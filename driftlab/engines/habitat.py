@@ -113,8 +113,8 @@ def differences(
                 f"{stored['name']}"
             )
     if TEMPLATES in known and templates:
-        now = {t or "none" for t in templates}
-        if new := sorted(now - set(known[TEMPLATES].value)):
+        used = {t or "none" for t in templates}
+        if new := sorted(used - set(known[TEMPLATES].value)):
             was = ", ".join(t[:12] for t in known[TEMPLATES].value)
             found.append(
                 f"prompts are rendered with chat template {', '.join(t[:12] for t in new)}, the "

@@ -161,7 +161,7 @@ def _check_folder(folder: Path) -> int | None:
             raise CheckpointError(
                 f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
             ) from None
-        odd = [s for s in shards if not isinstance(s, str) or s != Path(s).name]
+        odd = [s for s in shards if not isinstance(s, str) or not s or s != Path(s).name]
         if odd:
             raise CheckpointError(
                 f"{index} sends tensors out of its folder",

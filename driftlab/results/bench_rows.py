@@ -52,7 +52,7 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
     if path.exists():
         try:
             stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise DataError(
                 f"{path} is no benchmark", got=error, remedy="Delete it, or name another --out."
             ) from None

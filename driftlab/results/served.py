@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from driftlab.errors import RunError
-from driftlab.results.compare import Side, Source, aligned, one_side
+from driftlab.errors import ConfigError, RunError
+from driftlab.results.compare import Comparison, Side, Source, aligned, compare, one_side
 from driftlab.results.records import RunDirectory
 from driftlab.results.slices import TextKind, take
 from driftlab.results.stats import Estimate, Sample, estimate, with_note
@@ -496,3 +496,18 @@ def _page(c: ServedComparison) -> Iterable[str]:
     yield f"- {c.sentence}"
     yield ""
     yield from (f"note: {text}" for text in c.notes)
+
+
+def beside(
+    run: Source, other: Source, *, kind: str | None = None, depth: int | None = None
+) -> Comparison | ServedComparison:
+    """Two runs (or ``RUN:CELL``) paired; or a run beside a file that a serving engine wrote.
+
+    See :func:`driftlab.results.compare.compare` and :func:`compare_served` for ``kind``,
+    ``depth`` and the errors.
+    """
+    if isinstance(other, str | Path) and Path(other).is_file():
+        return compare_served(run, other, kind=kind, depth=depth)
+    if depth is not None:
+        raise ConfigError("depth belongs to an engine's file", remedy="Leave it away.")
+    return compare(run, other, kind=kind)
