@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
+
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 

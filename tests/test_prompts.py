@@ -335,8 +335,9 @@ def test_text_judges_the_continuation_only() -> None:
     looping = text([1, 2], [5] * 24)
     assert looping.loops
     assert (looping.prompt_len, looping.continuation) == (2, (5,) * 24)
-    assert looping.tokens_sha == sha256(
-        b"".join(i.to_bytes(8, "little") for i in looping.tokens)
-    ).hexdigest()
+    assert (
+        looping.tokens_sha
+        == sha256(b"".join(i.to_bytes(8, "little") for i in looping.tokens)).hexdigest()
+    )
     with pytest.raises(DataError, match="at least one token"):
         text([], [1])
