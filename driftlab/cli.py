@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -172,6 +172,7 @@ def probe(
     )
     measured.manifest["asked"] = asked
     _finish(measured.save(out))
+    row: Any  # of columns that pandas cannot tell the types of
     for row in accepted_by_context(measured.steps).itertuples():
         typer.echo(
             f"context of {row.low} to {row.high - 1} tokens: {row.accepted:.2f} accepted drafts a "
