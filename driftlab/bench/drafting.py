@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ def _probed(
         calls |= {"chain": lambda: chained(wanted), "its first round": lambda: chained(2)}
     found = race(calls, bench.repeats, bench.device)
     size = f"T={tokens} depth={depth} heads={config.num_heads} Vd={config.draft_vocab_size}"
-    common = {"stage": "probing", "size": size, "dtype": "float32"}
+    common: dict[str, Any] = {"stage": "probing", "size": size, "dtype": "float32"}
     unrolled = count.unrolled(config, tokens=tokens, depth=depth, modes=len(spec.modes))
     vocabulary = count.product(tokens, target_shape.width, target_shape.vocabulary)
     passed = count.target_forward(target_shape, tokens, tokens / 2, logits=0)
@@ -270,7 +271,7 @@ def _trained(
         f"T={tokens} batch={texts} prompt={prompt} H={config.hidden_size} "
         f"heads={config.num_heads} Vd={config.draft_vocab_size}"
     )
-    common = {"stage": "training step", "size": size, "dtype": name}
+    common: dict[str, Any] = {"stage": "training step", "size": size, "dtype": name}
     best = min(apart, key=lambda p: min(x.busy for x in found[p]), default=None)
     for case, samples in found.items():
         row = Row(
