@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ def continuation(bench: Bench) -> Iterator[Row]:
         )
         size = f"batch={rows} new={new} layers={shape.layers} H={shape.width}"
         name = str(dtype).removeprefix("torch.")
-        common = {"stage": "continuation", "size": size, "dtype": name}
+        common: dict[str, Any] = {"stage": "continuation", "size": size, "dtype": name}
         yield Row(**common, case="HF generate", **work(bench, done, found["generate"], dtype))
         yield Row(
             **common,
@@ -114,7 +115,7 @@ def states(bench: Bench) -> Iterator[Row]:
         }
         found = race(calls, bench.repeats, bench.device)
         done = count.target_forward(shape, 2 * tokens, tokens / 2, logits=0)
-        common = {
+        common: dict[str, Any] = {
             "stage": "captured states",
             "size": f"T={tokens} batch=2 layers={n} H={shape.width}",
             "dtype": "float32",
