@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def random_target(
     shape: TargetShape, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Target:
     """A Llama of ``shape`` with random weights that names no end token."""
-    model = tiny_llama(
+    model: Any = tiny_llama(  # transformers hides the signature of `to`
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         layers=shape.layers,
