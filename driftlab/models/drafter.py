@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange
@@ -500,7 +500,7 @@ class DrafterLayer(nn.Module):
         """
         if embedded is None and half is None:
             x, residual = self.input_layernorm(u), u
-            read = [reader(x) for reader in self.self_attn.readers()]
+            read: Sequence[Tensor] = [reader(x) for reader in self.self_attn.readers()]
         else:
             inner = self.input_layernorm(u) if self.config.double_hidden_norm else u
             hidden = self.at_feedback(self.hidden_norm(inner))
@@ -519,7 +519,7 @@ class DrafterLayer(nn.Module):
         """The embedding's half of the first layer's projections, [B, S, H] -> [B, S, R]."""
         readers = self.self_attn.readers()
         weight = torch.cat([reader.weight for reader in readers])
-        biases = [
+        biases: list[Tensor] = [
             reader.weight.new_zeros(reader.out_features) if reader.bias is None else reader.bias
             for reader in readers
         ]
@@ -680,9 +680,10 @@ class Drafter(nn.Module):
 
         None where a hook wants to see the embedding of each depth.
         """
-        if self.at_embed.hooked or self.layers[0].at_token.hooked:
+        layer = cast(DrafterLayer, self.layers[0])
+        if self.at_embed.hooked or layer.at_token.hooked:
             return None
-        return self.layers[0].read(self.embed_tokens(tokens))
+        return layer.read(self.embed_tokens(tokens))
 
     def step(
         self,
