@@ -186,8 +186,14 @@ def _check_folder(folder: Path) -> int | None:
 
 
 # Fields of HuggingFace's configs that move numbers, and the names that a rotation has had.
-_MOVING = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "hidden_act")
-_MOVING += ("activation_function", "max_position_embeddings")
+_MOVING = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "hidden_act",
+    "activation_function",
+    "max_position_embeddings",
+)
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_emb_base")
 
 
