@@ -79,7 +79,7 @@ def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
     digest = sha256(json.dumps([facts.get("scale"), facts.get("softcap")]).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
