@@ -548,7 +548,8 @@ def _digest(state: object) -> str:
     def add(value: object) -> None:
         if isinstance(value, Tensor):
             found.update(f"{tuple(value.shape)} {value.dtype}".encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            found.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(value, dict):
             for key, part in value.items():
                 found.update(repr(key).encode())
