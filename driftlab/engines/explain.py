@@ -346,10 +346,10 @@ def explain_run(
                 on_step=bar.update,
             )
         if failed:
-            cell, error = next(iter(failed.items()))
+            cell, fault = next(iter(failed.items()))
             raise RunError(
                 f"{len(failed)} of {len(jobs)} cells could not be explained",
-                got=f"{cell}: {error.cause}",
+                got=f"{cell}: {fault.cause}",
                 remedy="What is finished is kept: the same command goes on from there.",
             )
         folder.finish(done, prompts)
