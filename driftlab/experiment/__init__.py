@@ -157,8 +157,8 @@ def _prepare(
         )
     if experiment.analysis is not None and "registered" not in run.manifest:
         fixed = experiment.analysis.model_dump(mode="json")
-        rows = any((run.path / "shards").glob("*/*"))
-        run.update_manifest(registered={"analysis": fixed, "rows": rows})
+        measured_before = any((run.path / "shards").glob("*/*"))
+        run.update_manifest(registered={"analysis": fixed, "rows": measured_before})
     run.write_prompts(prompt_rows(measure_texts, found, experiment.measure))
     run.update_manifest(
         inputs=inputs,
