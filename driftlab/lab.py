@@ -427,7 +427,7 @@ class Lab:
         pieces = self._measure(features, spec, cell, batch, shapley)
         pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
         pieces["prompts"] = [make_table("prompts", prompt_rows(features.texts, found, spec), cell)]
-        config = {
+        settings = {
             "measure": spec.model_dump(mode="json"),
             "prompts": [s.id for s in found],
             "temperatures": temperatures,
@@ -439,7 +439,7 @@ class Lab:
         }
         manifest = {
             "name": "probe",
-            "config": config,
+            "config": settings,
             "inputs": {
                 "target": self.target.fingerprint,
                 "states": features.key,
