@@ -68,7 +68,12 @@ JUNK: tuple[Any, ...] = (
 def home() -> Path:
     """Whole files, made once."""
     folder, owner = Path(tempfile.mkdtemp(prefix="driftlab-fuzz-")), os.getpid()
-    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
+
+    def clear() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(clear)
     return folder
 
 

@@ -117,8 +117,9 @@ def main() -> None:
     asked = parser.parse_args()
     rng = random.Random(asked.seed)
     # Workers are forked, not spawned: they need not import what is imported.
-    pool.multiprocessing.get_context = lambda kind: multiprocessing.context.ForkContext()  # type: ignore
-    cli._finish = lambda run: None  # type: ignore[assignment]
+    forked = multiprocessing.context.ForkContext
+    pool.multiprocessing.get_context = lambda kind: forked()  # type: ignore[assignment]
+    cli._finish = lambda run: None
     vars(experiment).update(small.MICRO)
     hits: Counter[str] = Counter()
     started = time.monotonic()
