@@ -57,8 +57,10 @@ _SPARE = [
 
 def looks(lines: Sequence[str]) -> dict[str, tuple[str, str, Any]]:
     """Colour, marker and dash by line; what stands for one drafter looks alike everywhere."""
-    spare: Iterator[tuple[str, str, Any]] = cycle(_SPARE)
-    return {n: _LOOKS.get(_SAME.get(n, n)) or next(spare) for n in lines}
+    known = {n: _LOOKS[_SAME.get(n, n)] for n in lines if _SAME.get(n, n) in _LOOKS}
+    free = [look for look in _SPARE if look not in known.values()]
+    spare: Iterator[tuple[str, str, Any]] = cycle(free)
+    return {n: known.get(n) or next(spare) for n in lines}
 
 
 def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str]) -> Figure:
