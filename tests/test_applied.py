@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -93,7 +94,7 @@ def test_an_intervention_reads_the_same_text() -> None:
 
 def test_a_changed_prompt_has_texts_of_its_own() -> None:
     run = RunDirectory.open(applied())
-    texts = run.table("texts").set_index(["condition", "prompt"])
+    texts: Any = run.table("texts").set_index(["condition", "prompt"])
     assert set(texts.index.unique("condition")) == {"bare", "long", "cool", "int4 own"}
     plain = run.prompts.set_index("prompt")
     for prompt in plain.index:
@@ -200,7 +201,7 @@ def test_shares_are_ratios_of_means() -> None:
     tables = RunDirectory.open(applied()).tables()
     shares = shares_of_own_length(tables).set_index(["variant", "condition"])
     assert len(shares) == 2 * len(NAMES) - 1
-    row = shares.loc[("none+pre_norm", "noisy")]
+    row: Any = shares.loc[("none+pre_norm", "noisy")]
 
     def drafts(condition: str) -> float:
         free = steps(condition)
