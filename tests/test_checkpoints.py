@@ -1019,6 +1019,9 @@ def test_padded_and_foreign_vocabularies(read: Read) -> None:
         read(config, tensors, target=Target(vocab_size=320))
 
 
+WORDS = [f"w{i}" for i in range(V)]
+
+
 @dataclass
 class Words:
     """A tokenizer as far as a comparison asks."""
@@ -1032,9 +1035,6 @@ class Words:
 @dataclass
 class Speaking(Target):
     tokenizer: Words = field(default_factory=lambda: Words(WORDS))
-
-
-WORDS = [f"w{i}" for i in range(V)]
 
 
 def tokenizer(folder: Path, words: list[str], *, scores: bool = False) -> None:
