@@ -22,7 +22,12 @@ Make = Callable[..., RunDirectory]
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def made(**options: Any) -> RunDirectory:
-        defaults = {"variants": [PRE], "seeds": (0, 1), "texts": ("sampled",), "anchors": 10}
+        defaults: dict[str, Any] = {
+            "variants": [PRE],
+            "seeds": (0, 1),
+            "texts": ("sampled",),
+            "anchors": 10,
+        }
         return make_run(tmp_path_factory.mktemp("run") / "r", **(defaults | options))
 
     return made
@@ -70,7 +75,8 @@ def test_differences_are_paired_means(pre: RunDirectory, post: RunDirectory) -> 
     assert growth.effect.value == pytest.approx(1.15**-7, rel=0.03)
     assert growth.shown
     assert "growth 1-8, state goes from" in str(found)
-    assert found.table().loc[("none+post_norm against none+pre_norm", "sink @8"), "b"].n == 8
+    cell: Any = found.table().loc[("none+post_norm against none+pre_norm", "sink @8"), "b"]
+    assert cell.n == 8
 
 
 def test_conditional_acceptance_pools_opportunities(pre: RunDirectory, post: RunDirectory) -> None:
@@ -303,7 +309,9 @@ def walked(run: RunDirectory, k: int) -> tuple[int, np.ndarray]:
     steps = steps[(steps["mode"] == "free") & (steps["depth"] <= k)]
     rounds, counts = 0, np.zeros(k, dtype=int)
     for _, part in steps.groupby(["cell", "prompt"]):
-        by_anchor = {a: list(p.sort_values("depth")["accepted"]) for a, p in part.groupby("anchor")}
+        by_anchor: dict[Any, list[Any]] = {
+            a: list(p.sort_values("depth")["accepted"]) for a, p in part.groupby("anchor")
+        }
         at = min(by_anchor)
         while at in by_anchor:
             taken = by_anchor[at]
