@@ -212,7 +212,8 @@ def test_runs_that_cannot_be_explained(run: Path, tmp_path: Path) -> None:
 
 
 def test_states_are_read_from_the_cache(run: Path) -> None:
-    key = Explained.of(run) and ExplainedFolder(run).manifest["states"]
+    assert Explained.of(run)
+    key = ExplainedFolder(run).manifest["states"]
     assert FeatureStore(small.home() / "cache" / "states").open(key).key == key
 
 
