@@ -62,7 +62,7 @@ def apart(a: pd.DataFrame, b: pd.DataFrame, keys: list[str]) -> float:
     """Largest difference in units of the tolerance."""
     both = a.merge(b, on=keys, validate="one_to_one", suffixes=("", "_other"))
     assert len(both) == len(a) == len(b)
-    floats = [c for c in a.select_dtypes("floating") if c not in keys]
+    floats = [c for c in a if pd.api.types.is_float_dtype(a[c]) and c not in keys]
     x, y = (both[floats].to_numpy(), both[[f"{c}_other" for c in floats]].to_numpy())
     return float(np.nanmax(np.abs(x - y) / (ABSOLUTE + RELATIVE * np.abs(x))))
 
