@@ -123,7 +123,7 @@ def test_the_loss_is_a_divergence_whose_gradient_lowers_it(text: Text, tmp_path:
     with torch.no_grad():
         for weight in weights:
             if weight.grad is not None:
-                weight -= 1e-3 * weight.grad
+                weight.sub_(1e-3 * weight.grad)
     after, _ = alignment.add(plain, drafter, batch)
     assert float(after.detach()) < float(loss.detach())
 
