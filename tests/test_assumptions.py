@@ -24,7 +24,8 @@ from driftlab.models.checkpoints import inspect, load_drafter, save_drafter
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
 
-Config, Tensors = dict[str, Any], dict[str, torch.Tensor]
+Config = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
 MODELS = Path(driftlab.__file__).parent / "models"
 
 
