@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from driftlab.config import Sourced, TrainSpec
+from driftlab.config import Origin, Sourced, TrainSpec
 from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.chain import Speculation, speculate
@@ -88,7 +88,8 @@ def learn(made: Drafter, corpus: Features, spec: TrainSpec, **more: Any) -> Trai
 def test_nothing_supervised_is_an_error_before_the_first_step(
     texts: list[Text], folder: Path
 ) -> None:
-    corpus, steps = stored(pairs.memorised_target(), texts, folder), []
+    corpus = stored(pairs.memorised_target(), texts, folder)
+    steps: list[int] = []
     with pytest.raises(DataError, match="no position is supervised"):
         learn(fresh(), corpus, SPEC, on_step=steps.append)
     assert not steps
@@ -305,7 +306,7 @@ def test_another_quantisation_dtype_or_template_is_said(folder: Path) -> None:
     model: Any = LlamaForCausalLM(target.model.config)
     model.load_state_dict(target.model.state_dict())
     half = Target.from_model(model.bfloat16(), name="half", eos_ids=())
-    half.provenance["quantization"] = Sourced(value="int8", origin="read", where="checkpoint")
+    half.provenance["quantization"] = Sourced(value="int8", origin=Origin.read, where="checkpoint")
     found = differences(told(), half, now, longest=9)
     assert len(found) == 2
     assert "quantization is int8, the drafter was trained with none" in found[0]
