@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import math
 import shutil
@@ -236,7 +237,7 @@ def test_the_pin_and_the_texts_are_known_by_their_settings(tables: Tables) -> No
     assert row["template, no BOS"].value == pytest.approx(0.9 * row["template + BOS"].value)
     assert numbers.contrasts["pre-falls"].value == pytest.approx(0.5)
     window = {"kind": "window", "size": 32}
-    reach = {
+    reach: dict[str, tuple[dict[str, Any], float]] = {
         "long": ({"context": {"tokens": 512}}, 0.2),
         "w": ({"context": {"tokens": 512}, "interventions": [window]}, 0.6),
         "ws": ({"context": {"tokens": 512}, "interventions": [{**window, "keep": 1}]}, 0.7),
@@ -459,9 +460,7 @@ def test_committed_results_stay_small() -> None:
 @pytest.fixture
 def reproduce(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(PAPER))
-    import reproduce
-
-    yield reproduce
+    yield importlib.import_module("reproduce")
     del sys.modules["reproduce"]
 
 
