@@ -25,6 +25,7 @@ from transformers import (
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.errors import CheckpointError, ConfigError, DriftlabError, ResourceError
 from driftlab.models.gguf_header import read_gguf_header
+from driftlab.models.memory import system_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (
@@ -232,12 +233,8 @@ def _check_report(report: dict[str, Any], source: str) -> None:
 
 
 def _check_memory(n_bytes: int | None, source: str) -> None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            free = next(int(x.split()[1]) * 1024 for x in file if x.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return  # not Linux: nothing known to compare with
-    if n_bytes is not None and n_bytes > free:
+    free = system_bytes()
+    if free is not None and n_bytes is not None and n_bytes > free:
         raise ResourceError(
             f"{source} needs about {n_bytes / 2**30:.1f} GiB of memory",
             got=f"{free / 2**30:.1f} GiB free",

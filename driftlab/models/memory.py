@@ -20,16 +20,23 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 _USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
+def system_bytes() -> int | None:
+    """Memory that the system could give, whatever a container allows; None unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None  # not Linux: nothing known to compare with
+
+
 def free_bytes() -> int | None:
     """Memory that a new process may take: the system's, or what a container leaves; None unknown.
 
     Memory of a container counts file caches as used, so its limit is a lower bound.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None  # not Linux: nothing known to compare with
+    free = system_bytes()
+    if free is None:
+        return None
     for limit, used in zip(_LIMITS, _USED, strict=True):
         try:
             bound = int(Path(limit).read_text()) - int(Path(used).read_text())
