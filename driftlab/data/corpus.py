@@ -8,10 +8,8 @@ A chunk carries its checksum; a damaged one is written again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +22,7 @@ from driftlab.data.text import Text
 from driftlab.errors import DataError
 from driftlab.models.continuation import Request
 from driftlab.models.target import Target
-from driftlab.results.shards import atomic_file, remove_leftovers
+from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def write_corpus(
         raise DataError("no prompts to continue", remedy="Name a set or a file with prompts.")
     home = folder / _key(target, prompts, writing)
     home.mkdir(parents=True, exist_ok=True)
-    with _lock(home):
+    with waiting_lock(home / "lock"):
         remove_leftovers(home)
         with tqdm(
             total=writing.min_tokens or len(prompts) * writing.max_new_tokens,
@@ -94,14 +92,6 @@ def write_corpus(
             disable=None if progress else True,
         ) as bar:
             return _Corpus(target, prompts, writing, home, bar).write()
-
-
-@contextmanager
-def _lock(home: Path) -> Iterator[None]:
-    """Hold the right to write below ``home``, waiting for it. The system frees it at death."""
-    with (home / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @dataclass

@@ -19,12 +19,10 @@ same key wait for one another.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
@@ -39,7 +37,7 @@ from tqdm import tqdm
 
 from driftlab.data.text import Text
 from driftlab.errors import DataError, NumericsError, ResourceError
-from driftlab.results.shards import atomic_file, remove_leftovers
+from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -169,7 +167,8 @@ class FeatureStore:
         target.check_boundaries(boundaries)
         key = _key(target.fingerprint, boundaries, dtype, texts)
         folder = self.root / key
-        with _lock(self.root, key):
+        self.root.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(self.root / f".{key}.lock"):
             if not (folder / "manifest.json").exists():
                 self._write(folder, target, texts, boundaries, dtype, batch, progress)
         return self.open(key)
@@ -540,15 +539,6 @@ def _digest(path: Path, size: int) -> str | None:
 def _identity(path: Path) -> tuple[str, int, int]:
     stat = path.stat()
     return str(path.resolve()), stat.st_size, stat.st_mtime_ns
-
-
-@contextmanager
-def _lock(root: Path, key: str) -> Iterator[None]:
-    """Hold the right to build ``key``, waiting for it. The system frees it when a process dies."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / f".{key}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _size(n: int) -> str:

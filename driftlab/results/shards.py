@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -82,6 +83,14 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         _discard(temporary)
         raise
+
+
+@contextlib.contextmanager
+def waiting_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``, waiting for it. The system frees it when a process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _discard(path: Path) -> None:
