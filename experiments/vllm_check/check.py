@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from drafters import HOME, Pair, fields, make_tiny, smollm2, tiny
+from environments import environment
 from golden import served
 from golden.served import Prompt, Recording, Served
 
@@ -37,23 +38,6 @@ PAIRS = {"tiny": tiny, "fields": fields, "smollm2": smollm2}
 RECORDED = ("tiny", "smollm2")
 HEADER = """| pair | drafter | proposals equal | tokens | accepted at depth 1, 2, .. |
 |---|---|---|---|---|"""
-
-
-def environment() -> Path:
-    """The python of vLLM's own environment, which is built when it or a pin is new."""
-    python = HOME / "venv" / "bin" / "python"
-    pins = hashlib.sha256(LOCK.read_bytes() + VLLM.encode()).hexdigest()
-    stamp = HOME / "venv" / "ready"
-    if stamp.exists() and stamp.read_text() == pins:
-        return python
-    print(f"Installing {VLLM} into {python.parent.parent}: some minutes, 2 to 3 GB.", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", HOME / "venv"], check=True)
-    install = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*install, "--requirement", LOCK], check=True)
-    # It asks for torch by the name of a CPU build that the index does not have.
-    subprocess.run([*install, "--no-deps", VLLM], check=True)
-    stamp.write_text(pins)
-    return python
 
 
 def serve(python: Path, pair: Pair, drafters: dict[str, Path]) -> dict[str, Any]:
@@ -189,7 +173,8 @@ def main() -> int:
     names = given.pair or list(PAIRS)
     if given.record and given.kind:
         parser.error("--record stores every kind")
-    python = environment()
+    # It asks for torch by the name of a CPU build that the index does not have.
+    python = environment(HOME / "venv", LOCK, VLLM, size="2 to 3 GB")
     if not served.PAIR.exists():
         make_tiny()
     every = True

@@ -35,7 +35,7 @@ from driftlab.models.target import Target
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "experiments")]
 import pairs  # noqa: E402
 from golden import served  # noqa: E402
 from golden.served import Prompt  # noqa: E402
