@@ -5,15 +5,19 @@ Ray is an optional extra; without it these tests are skipped. Starting a cluster
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pool_jobs
 import pytest
+import small
 
 from driftlab.engines.pool import run_jobs
 from driftlab.engines.ray_pool import LOCAL, run_jobs_on_ray
 from driftlab.errors import ConfigError, NumericsError, ResourceError
+from driftlab.experiment import run_experiment
 
 
 def jobs(folder: Path, *hows: str) -> dict[str, tuple[str, Path]]:
@@ -23,8 +27,12 @@ def jobs(folder: Path, *hows: str) -> dict[str, tuple[str, Path]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own, about sockets and processes
-def test_a_killed_workers_job_is_done_again_and_failures_equal_the_pools(tmp_path: Path) -> None:
+def test_a_killed_workers_job_is_done_again_and_failures_equal_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    here = str(Path(__file__).parent)  # the workers must find pool_jobs
+    monkeypatch.setenv("PYTHONPATH", here, prepend=os.pathsep)
     steps: list[int] = []
     hows = ("fine", "inf", "killed once", "bug")
     ours = run_jobs_on_ray(
@@ -49,12 +57,26 @@ def test_a_killed_workers_job_is_done_again_and_failures_equal_the_pools(tmp_pat
         run_jobs_on_ray(
             jobs(tmp_path / "full", "full", "slow"), pool_jobs.work, address=LOCAL, workers=2
         )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_ablation_on_ray_has_the_serial_runs_bytes() -> None:
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    out = small.home() / "ray"
+    with small.shrunk():
+        run_experiment(small.spec(), out, quiet=True, ray=LOCAL)
+    assert small.contents(out) == small.contents(small.home() / "done")
+    assert small.drafters(out) == small.drafters(small.home() / "done")
+
+
+def test_a_cluster_that_is_not_there_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # it is never reached
     with pytest.raises(ConfigError, match="no Ray cluster answers"):
         run_jobs_on_ray(
-            jobs(tmp_path / "nowhere", "fine"),
-            pool_jobs.work,
-            address="127.0.0.1:1",
-            workers=1,
+            jobs(tmp_path / "nowhere", "fine"), pool_jobs.work, address="127.0.0.1:1", workers=1
         )
 
 

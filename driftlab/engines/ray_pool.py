@@ -7,6 +7,7 @@ every machine needs driftlab installed, and must see the run and its cache under
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from driftlab.errors import ConfigError, DriftlabError, ResourceError, RunError
 LOCAL = "local"
 _RETRIES = 3  # of a job whose worker died
 _POLL = 0.5  # seconds between two looks at the progress
+_PATIENCE = 10.0  # seconds until a machine that does not answer is not there
 
 
 def run_jobs_on_ray(
@@ -81,6 +83,7 @@ def _connect(ray: Any, address: str, *, cores: int) -> None:
     # Waiting threads must not spin: they take the core that another worker needs.
     environment = {"env_vars": {"OMP_WAIT_POLICY": "passive"}}
     try:
+        _knock(address)
         if address == LOCAL:
             ray.init(
                 address=LOCAL,
@@ -99,6 +102,13 @@ def _connect(ray: Any, address: str, *, cores: int) -> None:
         ) from None
 
 
+def _knock(address: str) -> None:
+    """Raise OSError when nobody listens at ``host:port``: Ray itself waits for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+
+
 def _outcome(ray: Any, done: Any, name: str) -> DriftlabError | None:
     try:
         error: DriftlabError | None = ray.get(done)
@@ -108,6 +118,12 @@ def _outcome(ray: Any, done: Any, name: str) -> DriftlabError | None:
             got=str(lack).splitlines()[0],
             remedy="Use fewer workers or a smaller batch; finished work is kept.",
         )
+    except ray.exceptions.RayTaskError as stopped:
+        raise RunError(
+            f"cell {name} could not begin on its worker",
+            got=str(stopped.cause).strip().splitlines()[-1],
+            remedy="Install the same driftlab on every machine of the cluster.",
+        ) from None
     except ray.exceptions.RayError as lost:
         raise RunError(
             f"the worker of cell {name} died {_RETRIES + 1} times",
