@@ -265,10 +265,13 @@ class Axes(Frozen):
     attention_gate: tuple[bool, ...] = (False,)
     ttt: tuple[Count, ...] = ()  # () takes train.ttt
     alignment: tuple[Annotated[float, Field(ge=0)], ...] = ()  # () takes train.alignment
+    steps_scale: tuple[Annotated[float, Field(gt=0)], ...] = ()  # times train.steps; () is 1
+    lr_scale: tuple[Annotated[float, Field(gt=0)], ...] = ()  # times train.lr; () is 1
 
     @model_validator(mode="after")
     def _consistent(self) -> Axes:
-        _check_lists(self, *type(self).model_fields, optional=("ttt", "alignment"))
+        optional = ("ttt", "alignment", "steps_scale", "lr_scale")
+        _check_lists(self, *type(self).model_fields, optional=optional)
         if FusionNorm.concat_per_layer in self.fusion_norm:
             raise ValueError("concat_per_layer is read from files, not trained")
         return self
@@ -391,7 +394,15 @@ Quantity = Literal[
     "entropy",
 ]
 Factor = Literal[
-    "fusion_norm", "feedback", "residual", "attention_gate", "ttt", "alignment", "condition"
+    "fusion_norm",
+    "feedback",
+    "residual",
+    "attention_gate",
+    "ttt",
+    "alignment",
+    "steps_scale",
+    "lr_scale",
+    "condition",
 ]
 
 

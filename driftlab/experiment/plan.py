@@ -52,6 +52,8 @@ class Variant:
     attention_gate: bool
     ttt: int
     alignment: float
+    steps_scale: float = 1.0
+    lr_scale: float = 1.0
 
     @property
     def name(self) -> str:
@@ -61,7 +63,22 @@ class Variant:
             name += "+normed"
         if self.attention_gate:
             name += "+gated"
-        return f"{name}+aligned{self.alignment:g}" if self.alignment else name
+        if self.alignment:
+            name += f"+aligned{self.alignment:g}"
+        if self.steps_scale != 1:
+            name += f"+steps{self.steps_scale:g}x"
+        return f"{name}+lr{self.lr_scale:g}x" if self.lr_scale != 1 else name
+
+    def training(self, base: TrainSpec) -> TrainSpec:
+        """How this variant is trained, where ``base`` is the file's own way."""
+        return base.model_copy(
+            update={
+                "ttt": self.ttt,
+                "alignment": self.alignment,
+                "steps": max(1, round(self.steps_scale * base.steps)),
+                "lr": self.lr_scale * base.lr,
+            }
+        )
 
 
 def variants(experiment: Experiment) -> list[Variant]:
@@ -76,6 +93,8 @@ def variants(experiment: Experiment) -> list[Variant]:
             axes.attention_gate,
             axes.ttt or (experiment.train.ttt,),
             axes.alignment or (experiment.train.alignment,),
+            axes.steps_scale or (1.0,),
+            axes.lr_scale or (1.0,),
         )
     ]
 
@@ -349,13 +368,12 @@ class Plan:
                 "condition": "",
                 "coverage": coverage(mapping, measured.texts),
             }
-            chosen = {"ttt": variant.ttt, "alignment": variant.alignment}
             learning = Learning(
                 states=learned.key,
                 config=DrafterConfig.model_validate({**base.model_dump(), **switches}),
                 draft_to_target=mapping,
                 seed=seed,
-                spec=experiment.train.model_copy(update=chosen),
+                spec=variant.training(experiment.train),
                 rows=aligned if variant.alignment else None,
                 origin=origin,
             )

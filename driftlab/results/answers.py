@@ -253,10 +253,12 @@ def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
 def _stratum_prefix(tables_strata: int, stratum: Stratum) -> str:
     if tables_strata < 2:
         return ""
-    residual, gate, ttt, aligned = stratum
+    residual, gate, ttt, aligned, steps, lr = stratum
     parts = [f"TTT {ttt}" if ttt is not None else "", "gated attention" if gate else ""]
     parts.append("normed residual" if residual != "raw" else "")
     parts.append(f"alignment {aligned:g}" if aligned else "")
+    parts.append(f"{steps:g} times the steps" if steps != 1 else "")
+    parts.append(f"{lr:g} times the learning rate" if lr != 1 else "")
     return f"[{', '.join(filter(None, parts)) or 'raw residual'}] "
 
 

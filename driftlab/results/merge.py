@@ -37,6 +37,7 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     off: dict[tuple[str, str], Any] = {("train", "alignment"): 0.0, ("train", "align_layer"): None}
     off |= {("train", "evaluate_every"): None}
     off |= {("measure", "agreement"): False, ("axes", "alignment"): []}
+    off |= {("axes", "steps_scale"): [], ("axes", "lr_scale"): []}
     for (table, name), value in off.items():
         if config[table][name] == value:
             del config[table][name]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from driftlab.config import Analysis, Contrast
+from driftlab.config import Analysis, Contrast, Factor
 from driftlab.results.quantities import own_share
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, take
 from driftlab.results.stats import Estimate, Sample, estimate, holm, not_available
 
-FACTORS = (
-    *("fusion_norm", "feedback", "residual", "attention_gate", "ttt", "alignment", "condition"),
-)
+FACTORS: tuple[str, ...] = get_args(Factor)
 
 
 @dataclass(frozen=True)

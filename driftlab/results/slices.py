@@ -56,18 +56,34 @@ class Group:
 
     @property
     def alignment(self) -> float:
-        """Weight of the attention-alignment loss; the variant's name holds it."""
-        parts = [p for p in self.variant.split("+") if p.startswith(ALIGNED)]
-        return float(parts[0].removeprefix(ALIGNED)) if parts else 0.0
+        """Weight of the attention-alignment loss."""
+        return self._named("aligned", 0.0)
+
+    @property
+    def steps_scale(self) -> float:
+        """Steps of training, times those of the experiment file."""
+        return self._named("steps", 1.0)
+
+    @property
+    def lr_scale(self) -> float:
+        """Learning rate, times that of the experiment file."""
+        return self._named("lr", 1.0)
+
+    def _named(self, setting: str, usual: float) -> float:
+        """A setting of training, which the variant's name holds when it is not the usual one."""
+        for part in self.variant.split("+"):
+            if part.startswith(setting):
+                return float(part.removeprefix(setting).removesuffix("x"))
+        return usual
 
     @property
     def stratum(self) -> Stratum:
         """What must agree before fusion norm and feedback may be compared."""
-        return self.residual, self.attention_gate, self.ttt, self.alignment
+        training = (self.ttt, self.alignment, self.steps_scale, self.lr_scale)
+        return self.residual, self.attention_gate, *training
 
 
-ALIGNED = "aligned"
-Stratum = tuple[str, bool, int | None, float]
+Stratum = tuple[str, bool, int | None, float, float, float]
 
 _GROUP_KEYS = ("variant", "ttt", "axis", "condition")
 _FUSION_ORDER = {"none": 0, "per_layer": 1, "concat": 2, "concat_per_layer": 3}
@@ -182,6 +198,9 @@ def _order(group: Group) -> tuple[Any, ...]:
         group.residual != "raw",
         _FEEDBACK_ORDER.get(group.feedback, 9),
         _FUSION_ORDER.get(group.fusion_norm, 9),
+        group.alignment,
+        group.steps_scale,
+        group.lr_scale,
         group.variant,
         group.ttt or 0,
     )
