@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special as scipy_special
 from scipy import stats as scipy_stats
 from torch import Tensor
 
@@ -153,11 +154,13 @@ def test_parts_sum_to_the_fused_input_and_shares_to_one() -> None:
     assert measures.cosine(parts[1], whole)[0, 0].item() == pytest.approx(wanted, rel=1e-4)
 
 
-def test_truth_scores_by_hand() -> None:
+def test_scores_of_the_truth_by_hand() -> None:
     logits = torch.tensor([[[2.0, 1.0, 1.0, 0.0]]]).expand(1, 6, 4)
     back = torch.tensor([-1, 0, 1, -1, 2, 3])  # target id -> draft id
     truth = torch.tensor([[1, 2, 4, 5, 3, -1]])
-    inside, log_q, rank = measures.truth_scores(logits, truth, back)
+    found = measures.draft_scores(logits, truth, back)
+    inside, log_q, rank = (found[name] for name in ("in_vocab", "logprob", "rank"))
+    assert "tv" not in found and found["best"][0].tolist() == [2.0] * 6
     assert inside[0].tolist() == [True, True, True, True, False, False]
     # Equal scores count against the truth: ids 1 and 2 both have one better and one equal.
     assert rank[0].tolist() == [0, 2, 2, 3, -1, -1]
@@ -174,8 +177,34 @@ def test_total_variation_counts_what_the_draft_vocabulary_lacks() -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     q = np.zeros((2, 3, 10))
     q[..., kept] = logits.softmax(-1).numpy()
-    found = measures.total_variation(logits, torch.tensor(p[..., kept]))
-    np.testing.assert_allclose(found.numpy(), 0.5 * np.abs(p - q).sum(-1), atol=1e-6)
+    back, truth = torch.full((10,), -1), torch.ones(2, 3, dtype=torch.long)
+    back[kept] = torch.arange(4)
+    found = measures.draft_scores(logits, truth, back, torch.tensor(p[..., kept]))
+    np.testing.assert_allclose(found["tv"].numpy(), 0.5 * np.abs(p - q).sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_by_block_are_those_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(measures, "_CACHED", 3 * 32)  # three rows at a time, and one is left
+    rng = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(2, 7, 32, generator=rng)).to(dtype)
+    truth = torch.randint(40, (2, 7), generator=rng)
+    back = torch.arange(40).where(torch.arange(40) < 32, torch.tensor(-1))
+    p = torch.rand(2, 7, 32, generator=rng) / 32
+    found = measures.draft_scores(logits, truth, back, p)
+    x = logits.double().numpy()
+    log_q = scipy_special.log_softmax(x, axis=-1)
+    wanted_tv = np.maximum(np.exp(log_q) - p.numpy(), 0).sum(-1)
+    np.testing.assert_allclose(found["tv"], wanted_tv, atol=1e-6)
+    np.testing.assert_array_equal(found["best"], x.max(-1))
+    for b, t in np.ndindex(2, 7):
+        own = int(truth[b, t])
+        assert bool(found["in_vocab"][b, t]) == (own < 32)
+        if own < 32:
+            assert found["logprob"][b, t] == pytest.approx(log_q[b, t, own], abs=1e-5)
+            assert found["rank"][b, t] == (x[b, t] >= x[b, t, own]).sum() - 1
 
 
 def test_growth_is_the_slope_of_the_logarithm() -> None:

@@ -15,15 +15,19 @@ from driftlab.errors import ConfigError
 
 SINK_THRESHOLD = 0.3
 
+_CACHED = 2**18
+_ON_DEVICE = 2**26
+"""Elements of a block of logits, so that no second tensor of the logits' size is made."""
+
 
 def rms(x: Tensor) -> Tensor:
     """Root mean square of the last dimension: ``||x|| / sqrt(H)``."""
-    return x.float().pow(2).mean(dim=-1).sqrt()
+    return l2(x) * x.shape[-1] ** -0.5
 
 
 def l2(x: Tensor) -> Tensor:
     """Euclidean norm of the last dimension."""
-    return x.float().norm(dim=-1)
+    return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
 def entropy(pattern: Tensor) -> Tensor:
@@ -53,22 +57,24 @@ def region_masses(
     prompt_lens: [B].
     """
     pattern = pattern.float()
-    seen = pattern.shape[-1] - (depth - 1)
-    prefix = pattern[..., :seen]
+    keys = pattern.shape[-1]
+    seen = keys - (depth - 1)
     key = torch.arange(seen, device=pattern.device)
     is_sink = sink[:, :seen]
     is_prompt = (key < prompt_lens[:, None]) & ~is_sink
-    kinds = torch.stack([is_sink, is_prompt, ~(is_sink | is_prompt)], dim=-1).float()
-    fixed = torch.einsum("bhtk,bkm->bhtm", prefix, kinds)  # sink, prompt, generated
+    kinds = pattern.new_zeros(len(pattern), 5, keys)  # sink, prompt, generated, draft, self
+    kinds[:, 0, :seen], kinds[:, 1, :seen] = is_sink, is_prompt
+    kinds[:, 2, :seen] = ~(is_sink | is_prompt)
+    kinds[:, 3, seen : keys - 1] = 1
+    kinds[:, 4, max(seen, keys - 1) :] = 1
+    # One product reads the weights once; this way round it is the quicker one.
+    parts = torch.matmul(kinds, pattern.flatten(1, 2).mT).unflatten(2, pattern.shape[1:3])
     if depth == 1:
-        index = anchors[None, None, :, None].expand(*prefix.shape[:3], 1)
-        own = prefix.gather(-1, index)[..., 0]
-        fixed = fixed - own[..., None] * kinds[:, anchors][:, None]
-        draft = torch.zeros_like(own)
-    else:
-        own = pattern[..., -1]
-        draft = pattern[..., seen:-1].sum(dim=-1)
-    parts = torch.cat([fixed, draft[..., None], own[..., None]], dim=-1).clamp(min=0)
+        index = anchors[None, None, :, None].expand(*pattern.shape[:3], 1)
+        own = pattern.gather(-1, index)[..., 0]
+        parts = parts - own[:, None] * kinds[:, :, anchors][:, :, None]
+        parts[:, 4] = own
+    parts = parts.movedim(1, -1).clamp(min=0)
     null = (1 - parts.sum(dim=-1, keepdim=True)).clamp(min=0)
     # Rounding of a row that sums to 1 is no learned sink.
     null = torch.where(null < 1e-4, torch.zeros_like(null), null)
@@ -137,33 +143,50 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return torch.cosine_similarity(a.float(), b.float(), dim=-1)
 
 
-def truth_scores(
-    logits: Tensor, truth: Tensor, target_to_draft: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """How the drafter scores the true token: (in_vocab bool, log-probability, rank), each [B, T].
+@torch.no_grad()
+def draft_scores(
+    logits: Tensor, truth: Tensor, target_to_draft: Tensor, target: Tensor | None = None
+) -> dict[str, Tensor]:
+    """How the drafter scores the true token and how far it is from the target, each [B, T].
 
-    Rank 0 is the best; ties count against the truth. Where the truth is not in the draft
-    vocabulary, log-probability is NaN and rank -1.
+    ``in_vocab`` bool; ``logprob`` of the truth; ``rank``, 0 is the best and ties count against
+    the truth; ``best``, the largest logit. Where the truth is not in the draft vocabulary,
+    logprob is NaN and rank -1. ``tv`` where ``target`` is given: ``0.5 sum_v |q(v) - p(v)|``
+    over the target's whole vocabulary.
+
+    Parameters
+    ----------
+    logits: [B, T, Vd]. truth: [B, T] target ids, -1 where the text has ended.
+    target: [B, T, Vd] the target's true (not renormalised) probabilities of the draft ids; what
+        they lack to 1 lies outside the draft vocabulary, where q is 0.
     """
     index = target_to_draft[truth.clamp(min=0)]
     inside = (truth >= 0) & (index >= 0)
-    logits = logits.float()
-    own = logits.gather(-1, index.clamp(min=0)[..., None])
-    ahead = (logits >= own).sum(dim=-1) - 1
-    log_q = own[..., 0] - logits.logsumexp(dim=-1)
-    log_own = torch.where(inside, log_q, torch.full_like(log_q, float("nan")))
-    return inside, log_own, torch.where(inside, ahead, torch.full_like(ahead, -1))
-
-
-def total_variation(logits: Tensor, target_probabilities: Tensor) -> Tensor:
-    """``0.5 sum_v |q(v) - p(v)|`` over the target's whole vocabulary, [B, T].
-
-    target_probabilities: [B, T, Vd] the target's true (not renormalised) probabilities of
-    the draft ids; what they lack to 1 lies outside the draft vocabulary, where q is 0.
-    """
-    q = logits.float().softmax(dim=-1)
-    # Both sum to 1, q without what lies outside, so half the distance is q's excess over p.
-    return q.sub_(target_probabilities).clamp_(min=0).sum(dim=-1)
+    own = logits.gather(-1, index.clamp(min=0)[..., None]).float()
+    best, total, ahead, tv = logits.new_empty((4, *truth.shape), dtype=torch.float32)
+    # On a CPU a block of rows stays in the cache through all that is asked of it.
+    size = max(1, (_CACHED if logits.device.type == "cpu" else _ON_DEVICE) // logits.shape[-1])
+    scratch = logits.new_empty((min(size, truth.shape[1]), logits.shape[-1]), dtype=torch.float32)
+    for text in range(len(logits)):
+        for start in range(0, truth.shape[1], size):
+            rows = slice(start, start + size)
+            x = logits[text, rows].float()
+            at, q = (text, rows), scratch[: len(x)]
+            best[at] = top = x.amax(dim=-1)
+            ahead[at] = torch.ge(x, own[at], out=q).sum(dim=-1)  # exact up to 2^24 ids
+            total[at] = sums = torch.sub(x, top[:, None], out=q).exp_().sum(dim=-1)
+            if target is not None:
+                # Both sum to 1, q without what lies outside: half the distance is q's excess.
+                q.div_(sums[:, None]).sub_(target[at]).clamp_(min=0)
+                tv[at] = q.sum(dim=-1)
+    log_q = own[..., 0] - best - total.log()
+    found = {
+        "in_vocab": inside,
+        "logprob": torch.where(inside, log_q, torch.full_like(log_q, float("nan"))),
+        "rank": torch.where(inside, ahead.long() - 1, torch.full_like(truth, -1)),
+        "best": best,
+    }
+    return found if target is None else {**found, "tv": tv}
 
 
 def log_slope(values: Tensor, depths: Tensor) -> Tensor:

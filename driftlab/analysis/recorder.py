@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from driftlab.analysis import measures
+from driftlab.config import Feedback
 from driftlab.errors import NumericsError
 from driftlab.models.drafter import Drafter, State
 from driftlab.models.hooks import HookFn, Moment, attach
@@ -81,6 +82,7 @@ class Recorder:
     recent: how many last keys count as recent.
     target_probabilities: [B, S, Vd] the target's probabilities of the draft ids after each
         position, for the total variation; None leaves it out.
+    fused: whether the rows of ``fused`` are wanted; depth 1 is the same in every mode.
     """
 
     def __init__(
@@ -92,8 +94,11 @@ class Recorder:
         prompt_lens: Tensor,
         recent: int,
         target_probabilities: Tensor | None = None,
+        fused: bool = True,
     ) -> None:
         self.drafter, self.anchors = drafter, anchors
+        self.fused = fused and bool(drafter.config.boundaries)
+        self._host = anchors.cpu().numpy()
         self.sink, self.prompt_lens, self.window = sink, prompt_lens, recent
         self.target_probabilities = target_probabilities
         self._depths: dict[int, _Depth] = defaultdict(_Depth)
@@ -108,7 +113,7 @@ class Recorder:
             stack.enter_context(attach(self.drafter, "attn.pattern", self._pattern))
             for column, site in RMS_SITES.items():
                 stack.enter_context(attach(self.drafter, site, self._rms(column)))
-            if self.drafter.config.boundaries:
+            if self.fused:
                 globs = ["fuse.in.*", "fuse.normed.*", "fuse.out"]
                 self._chunks: dict[str, Tensor] = {}
                 stack.enter_context(attach(self.drafter, globs, self._fuse))
@@ -167,22 +172,25 @@ class Recorder:
     def add(self, step: Step) -> None:
         """Take one engine step; call once per depth, inside the context."""
         state, kept = step.state, self._depths[step.depth].per_row
-        states = {"state_pre": state.pre, "state_post": state.post, "feedback": state.feedback}
-        for name, value in states.items():
-            kept[f"rms_{name}"] = measures.rms(value)
-            kept[f"l2_{name}"] = kept[f"rms_{name}"] * value.shape[-1] ** 0.5
-        back = self.drafter.target_to_draft
-        inside, log_q, rank = measures.truth_scores(step.logits, step.truth, back)
-        kept |= {"in_vocab": inside, "logprob": log_q, "rank": rank}
-        kept |= {
-            "read": step.tokens,
-            "best": step.logits.amax(-1).float(),
-            "draft": step.draft,
-            "truth": step.truth,
-        }
-        if self.target_probabilities is not None:
-            at = (self.anchors + step.depth).clamp(max=self.target_probabilities.shape[1] - 1)
-            kept["tv"] = measures.total_variation(step.logits, self.target_probabilities[:, at])
+        for name, value in (("state_pre", state.pre), ("state_post", state.post)):
+            kept[f"l2_{name}"] = measures.l2(value)
+            kept[f"rms_{name}"] = kept[f"l2_{name}"] * value.shape[-1] ** -0.5
+        fed = "post" if self.drafter.config.feedback is Feedback.post_norm else "pre"
+        kept |= {f"{norm}_feedback": kept[f"{norm}_state_{fed}"] for norm in ("rms", "l2")}
+        kept |= measures.draft_scores(
+            step.logits, step.truth, self.drafter.target_to_draft, self._target(step.depth)
+        )
+        kept |= {"read": step.tokens, "draft": step.draft, "truth": step.truth}
+
+    def _target(self, depth: int) -> Tensor | None:
+        """The target's probabilities of what is guessed at ``depth``, [B, T, Vd]."""
+        whole = self.target_probabilities
+        if whole is None:
+            return None
+        first, last = int(self._host[0]) + depth, int(self._host[-1]) + depth
+        if last - first + 1 == len(self._host) and last < whole.shape[1]:
+            return whole[:, first : last + 1]  # no copy
+        return whole[:, (self.anchors + depth).clamp(max=whole.shape[1] - 1)]
 
     def tables(self, text: int, rows: Tensor, *, mode: str, where: str = "") -> dict[str, Columns]:
         """Tables of text ``text`` over the recorded rows ``rows`` (indices into anchors).
@@ -199,7 +207,7 @@ class Recorder:
         everything, n = self._stacked, len(rows)
         index = rows.cpu().numpy()
         depths = everything.depths
-        anchors = self.anchors.cpu().numpy()[index]
+        anchors = self._host[index]
         steps = {name: v[:, text][:, index] for name, v in everything.per_row.items()}  # [D, n]
         heads = {name: v[:, text][:, :, index] for name, v in everything.per_head.items()}
         steps["correct"] = steps["draft"] == steps["truth"]

@@ -22,6 +22,8 @@ from driftlab.engines.anchors import unroll
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Teacher
 
+_CACHED = 8  # rows of the target's vocabulary
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -84,6 +86,7 @@ def probe(
                 prompt_lens=prompt_lens,
                 recent=spec.recent,
                 target_probabilities=chances,
+                fused=mode == spec.modes[0],
             )
             with recorder.watch():
                 for step in unroll(
@@ -100,8 +103,6 @@ def probe(
                 rows = torch.isin(chosen, own[i]).nonzero()[:, 0]
                 where = f"{texts[i].kind} text {texts[i].prompt_id}"
                 for name, columns in recorder.tables(b, rows, mode=mode, where=where).items():
-                    if name == "fused" and mode != spec.modes[0]:
-                        continue  # depth 1 is the same in every mode
                     n = len(next(iter(columns.values())))
                     if name != "fused":
                         columns["mode"] = np.full(n, mode)
@@ -148,12 +149,15 @@ def target_probabilities(
     ``last`` is the target's state after its final norm. The full vocabulary's logits exist
     for ``rows`` positions at a time only.
     """
-    parts = []
+    found = last.new_empty((len(last), len(draft_to_target)), dtype=torch.float32)
     with torch.inference_mode():
-        for chunk in last.split(rows):
-            log_p = target.head(chunk).float().log_softmax(dim=-1)
-            parts.append(log_p[:, draft_to_target].exp())
-    return torch.cat(parts)
+        for out, chunk in zip(found.split(rows), last.split(rows), strict=True):
+            logits = target.head(chunk)
+            for o, x in zip(out.split(_CACHED), logits.split(_CACHED), strict=True):
+                # One pass over the vocabulary while a few rows are in the cache.
+                p = x.softmax(dim=-1, dtype=torch.float32)
+                torch.index_select(p, 1, draft_to_target, out=o)
+    return found
 
 
 def _pad_tokens(texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
