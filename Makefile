@@ -109,7 +109,7 @@ figures: $(READY) ## check that the committed figures are what the committed tab
 
 note: $(READY) ## build the reproduction note, papers/attention-drift/note.pdf, from the tables
 	$(BIN)/driftlab figures papers/attention-drift
-	$(BIN)/python -m driftlab.results.note papers/attention-drift
+	$(BIN)/python -m driftlab.papers.note papers/attention-drift
 
 # `make reproduce ONLY=noise-micro` runs one of them, `PLAN=1` only says how long it takes.
 REPRODUCE = $(BIN)/python papers/attention-drift/reproduce.py --runs $(OUT) \

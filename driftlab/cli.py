@@ -346,7 +346,7 @@ def figures(
     check: Annotated[bool, typer.Option(help="Only prove that stored files are current.")] = False,
 ) -> None:
     """Draw the figures of a run or of a paper: PNG, PDF, and the CSV of what is drawn."""
-    from driftlab.results import papers
+    from driftlab.papers import committed
     from driftlab.results.figures import save_figures
     from driftlab.results.records import RunDirectory
 
@@ -355,17 +355,17 @@ def figures(
             raise ConfigError(
                 "--publish stands alone", remedy="Publish first, then check the paper's folder."
             )
-        typer.echo(f"published: {papers.publish(source, publish)}")
+        typer.echo(f"published: {committed.publish(source, publish)}")
         return
-    if papers.is_paper(source):
+    if committed.is_paper(source):
         if out is not None:
             raise ConfigError(
                 "a paper's figures stand beside their tables", remedy="Leave --out away."
             )
-        stale = papers.draw(source, check=check)
+        stale = committed.draw(source, check=check)
     else:
         run, folder = RunDirectory.open(source), out or source / "figures"
-        stale = papers.changed_tables(run) + papers.stale(run, folder) if check else []
+        stale = committed.changed_tables(run) + committed.stale(run, folder) if check else []
         if not check:
             for name, paths in save_figures(run, folder, processes=_cores()).items():
                 typer.echo(f"{name}: {paths['png']}")

@@ -24,7 +24,8 @@ from driftlab.errors import DriftlabError
 from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.models.hooks import SITES
 from driftlab.models.tiny import tiny_llama
-from driftlab.results import figures, papers
+from driftlab.papers import committed
+from driftlab.results import figures
 from driftlab.results.records import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
@@ -40,7 +41,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
     monkeypatch.chdir(small.home())
     monkeypatch.setattr(figures, "save_figures", one)
-    monkeypatch.setattr(papers, "save_figures", one)
+    monkeypatch.setattr(committed, "save_figures", one)
     with small.shrunk() as patch:
         yield patch
 

@@ -19,11 +19,12 @@ import pytest
 from synthetic_run import make_run
 
 from driftlab.errors import ConfigError
-from driftlab.results import latex, papers
-from driftlab.results.note import compile_note
-from driftlab.results.pages import Claim, Paper, fill, find_paper, judge
-from driftlab.results.pages_figures import looks
-from driftlab.results.pages_items import ITEMS, Numbers, measure, ratio
+from driftlab.papers import committed, latex
+from driftlab.papers.drawing import looks
+from driftlab.papers.items import ITEMS, measure
+from driftlab.papers.note import compile_note
+from driftlab.papers.numbers import Numbers, ratio
+from driftlab.papers.pages import Claim, Paper, fill, find_paper, judge
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.stats import Estimate, Sample, estimate
 
@@ -112,7 +113,7 @@ def test_another_order_of_size_is_said() -> None:
 
 
 def found_t1(e: Estimate) -> Any:
-    from driftlab.results.pages_items import Measured
+    from driftlab.papers.numbers import Measured
 
     return Measured(("norms-micro",), {"r": {"c": e}}, {}, pd.DataFrame(), "text", "8 prompts")
 
@@ -301,14 +302,14 @@ def paper(run: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "paper.toml").write_text("\n[items.".join([head, *kept]))
     for name in ("page.md", "front.md"):
         shutil.copy(PAPER / name, folder)
-    papers.publish(run.path, folder / "runs" / "norms-micro")
-    assert papers.draw(folder) == []
+    committed.publish(run.path, folder / "runs" / "norms-micro")
+    assert committed.draw(folder) == []
     return folder
 
 
 def test_reduced_tables_say_the_same(run: RunDirectory, paper: Path) -> None:
     small = RunDirectory.open(paper / "runs" / "norms-micro")
-    assert papers.changed_tables(small) == []
+    assert committed.changed_tables(small) == []
     assert len(small.heads) == 0
     assert "reduced" in small.manifest
     whole, kept = run.depths, small.depths
@@ -334,10 +335,10 @@ def test_pages_are_current_until_they_are_changed(paper: Path, tmp_path: Path) -
     (copy / "t1" / "old.txt").write_text("x")
     (copy / "t3" / "table.tex").unlink()
     named = ["t1/README.md", "t3/table.tex", "t1/old.txt (no table gives it)"]
-    assert papers.draw(copy, check=True) == named
-    papers.draw(copy)
+    assert committed.draw(copy, check=True) == named
+    committed.draw(copy)
     (copy / "t1" / "old.txt").unlink()
-    assert papers.draw(copy, check=True) == []
+    assert committed.draw(copy, check=True) == []
 
 
 def test_a_page_whose_run_is_missing_says_so(paper: Path) -> None:
@@ -368,7 +369,7 @@ def test_papers_are_found_by_their_description(paper: Path) -> None:
     assert find_paper(paper) == paper
     assert find_paper(paper / "runs" / "new") == paper
     assert find_paper(paper.parent / "elsewhere" / "x" / "y") is None
-    assert papers.is_paper(paper)
+    assert committed.is_paper(paper)
 
 
 @pytest.mark.parametrize("break_", ["marks = 3", "[items.t99]\ntitle = 'x'", "[bases"])
@@ -399,7 +400,7 @@ def test_numbers_may_differ_in_the_last_digit_only(tmp_path: Path) -> None:
         ("grew x1.57 [1.54, 1.61] in 12 prompts", False),
     ):
         b.write_text(other)
-        assert papers._same(a, b) == same, other
+        assert committed._same(a, b) == same, other
 
 
 def test_latex_is_escaped_and_ruled() -> None:
@@ -425,7 +426,7 @@ def test_lines_of_one_figure_look_different() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_committed_paper_is_what_its_tables_give() -> None:
-    assert papers.draw(PAPER, check=True) == []
+    assert committed.draw(PAPER, check=True) == []
 
 
 def test_the_committed_note_is_what_its_source_gives(tmp_path: Path) -> None:

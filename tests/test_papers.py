@@ -14,7 +14,7 @@ from PIL import Image
 from synthetic_run import cell_row, make_run
 
 from driftlab.errors import RunError
-from driftlab.results import papers
+from driftlab.papers import committed
 from driftlab.results.figures import load, save_figure
 from driftlab.results.records import SMALL, RunDirectory
 
@@ -35,7 +35,7 @@ def _one_figure() -> Iterator[None]:
         return {"forced_accuracy": save_figure(load(run), "forced_accuracy", out)}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(papers, "save_figures", draw)
+        patch.setattr(committed, "save_figures", draw)
         yield
 
 
@@ -43,7 +43,7 @@ def _one_figure() -> Iterator[None]:
 def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("paper")
     make_run(folder / "run", manifest={"name": "first"}, **SMALL_RUN)
-    papers.publish(folder / "run", folder / "paper" / "first")
+    committed.publish(folder / "run", folder / "paper" / "first")
     return folder / "paper"
 
 
@@ -59,13 +59,13 @@ def test_an_item_holds_the_small_tables_and_their_figures(paper: Path) -> None:
     assert {p.name for p in tables.iterdir()} == names
     drawn = {p.suffix for p in (paper / "first" / "figures").iterdir()}
     assert drawn == {".png", ".pdf", ".csv"}
-    assert papers.is_paper(paper)
-    assert not papers.is_paper(tables)
-    assert papers.items(paper) == [paper / "first"]
+    assert committed.is_paper(paper)
+    assert not committed.is_paper(tables)
+    assert committed.items(paper) == [paper / "first"]
 
 
 def test_what_was_just_published_is_current(paper: Path) -> None:
-    assert papers.draw(paper, check=True) == []
+    assert committed.draw(paper, check=True) == []
 
 
 @pytest.mark.parametrize("spoil", ["number", "csv", "png", "cut", "gone", "extra"])
@@ -92,30 +92,30 @@ def test_every_stale_file_is_named(item: Path, spoil: str) -> None:
     else:
         (figures / "old.png").write_bytes(b"")
         expected = "first/figures/old.png (no table gives it)"
-    assert papers.draw(item.parent, check=True) == [expected]
+    assert committed.draw(item.parent, check=True) == [expected]
 
 
 def test_a_table_that_is_not_the_manifest_s_is_named(item: Path) -> None:
     table = item / "tables" / "cells.parquet"
     run = RunDirectory.open(item / "tables")
-    assert papers.changed_tables(run) == []
+    assert committed.changed_tables(run) == []
     table.write_bytes(table.read_bytes() + b" ")
-    assert papers.changed_tables(run) == ["cells.parquet"]
+    assert committed.changed_tables(run) == ["cells.parquet"]
 
 
 def test_drawing_again_mends_and_writes_nothing_else(item: Path) -> None:
     before = sorted(p.name for p in item.rglob("*"))
     (item / "figures" / "forced_accuracy.csv").unlink()
-    assert papers.draw(item.parent) == []
+    assert committed.draw(item.parent) == []
     assert sorted(p.name for p in item.rglob("*")) == before
-    assert papers.draw(item.parent, check=True) == []
+    assert committed.draw(item.parent, check=True) == []
 
 
 def test_another_experiment_is_not_replaced(item: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "other", manifest={"name": "second"}, **SMALL_RUN)
     kept = (item / "tables" / "manifest.json").read_bytes()
     with pytest.raises(RunError, match="another experiment"):
-        papers.publish(tmp_path / "other", item)
+        committed.publish(tmp_path / "other", item)
     assert (item / "tables" / "manifest.json").read_bytes() == kept
     assert json.loads(kept)["name"] == "first"
 
@@ -124,10 +124,10 @@ def test_unfinished_runs_are_not_published(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, finish=False, **SMALL_RUN)
     with pytest.raises(RunError, match="is not there"):
-        papers.publish(run, tmp_path / "item")
+        committed.publish(run, tmp_path / "item")
     with RunDirectory.create(run, RunDirectory.open(run).manifest) as owner:
         owner.write_cell(cell_row("none", "pre_norm", 1, status="failed: inf"))
         owner.finish()
     with pytest.raises(RunError, match=r"not done \(got none\+pre_norm/s1\)"):
-        papers.publish(run, tmp_path / "item")
+        committed.publish(run, tmp_path / "item")
     assert not (tmp_path / "item").exists()

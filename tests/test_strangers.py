@@ -11,7 +11,7 @@ import pytest
 from driftlab.config import SUITES, read_experiment
 from driftlab.data.prompts import load_prompts
 from driftlab.errors import ConfigError, DataError, RunError
-from driftlab.results.papers import changed_tables
+from driftlab.papers.committed import changed_tables
 from driftlab.results.records import RunDirectory
 from driftlab.results.schema import SCHEMA_VERSION
 from driftlab.results.served import read_served

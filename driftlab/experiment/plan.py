@@ -20,6 +20,7 @@ from driftlab.config import (
     Provenance,
     Residual,
     Sourced,
+    TrainSpec,
 )
 from driftlab.data.corpus import Source, Writing, read_given, write_corpus
 from driftlab.data.features import Dtype, Features, FeatureStore

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # as workers do; read when numpy 
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ from driftlab.results.records import RunDirectory, config_hash
 PAPER = Path(__file__).resolve().parent
 ROOT = PAPER.parent.parent
 BASES = ("micro", "smollm2")
-ORDER = ("norms", "gated", "residual", "ttt", "alignment")
+ORDER = ("norms", "gated", "residual", "ttt", "alignment", "budget", "rate")
 """Experiments that train, first: the others apply changes to the drafters of ``norms``."""
 
 
@@ -66,8 +67,7 @@ def jobs(bases: tuple[str, ...] = BASES) -> list[Job]:
 
 def _cells(spec: Experiment) -> tuple[int, int]:
     axes, applied = spec.axes, spec.applied
-    made = len(axes.fusion_norm) * len(axes.feedback) * len(axes.residual)
-    made *= len(axes.attention_gate) * max(1, len(axes.ttt)) * max(1, len(axes.alignment))
+    made = math.prod(max(1, len(getattr(axes, name))) for name in type(axes).model_fields)
     if applied is None:
         return made * len(spec.seeds), 0
     drafters = (len(applied.variants) or made) * len(spec.seeds)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlab.errors import ConfigError, RunError
-from driftlab.results.pages import fill
+from driftlab.papers.pages import fill
 
 if TYPE_CHECKING:
-    from driftlab.results.pages import Page, Paper
+    from driftlab.papers.pages import Page, Paper
 
 
 def note_source(paper: Paper) -> str:

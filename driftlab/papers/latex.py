@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from driftlab.results.stats import Estimate
 
 if TYPE_CHECKING:
-    from driftlab.results.pages import Page
+    from driftlab.papers.pages import Page
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
     c: "\\" + c for c in "&%$#_{}"

@@ -3,7 +3,7 @@
     ITEM/tables/         manifest.json and the small Parquet tables of a run
     ITEM/figures/        PNG, PDF and CSV, drawn from those tables alone
 
-A folder with ``paper.toml`` has pages instead (see results/pages.py); its tables are reduced:
+A folder with ``paper.toml`` has pages instead (see papers/pages.py); its tables are reduced:
 
     PAPER/runs/NAME/     manifest.json and what the pages need of a run's tables
     PAPER/README.md, PAPER/<item>/, PAPER/note.typ   written from them
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlab.errors import RunError
+from driftlab.papers.drawing import draw as draw_panels
+from driftlab.papers.items import ITEMS
+from driftlab.papers.latex import page_csv, page_latex
+from driftlab.papers.note import note_source
+from driftlab.papers.pages import Page, Paper, find_paper
 from driftlab.results.explanations import ExplainedFolder
 from driftlab.results.figures import save_figures
-from driftlab.results.latex import page_csv, page_latex
-from driftlab.results.note import note_source
-from driftlab.results.pages import Page, Paper, find_paper
-from driftlab.results.pages_figures import draw as draw_panels
-from driftlab.results.pages_items import ITEMS
 from driftlab.results.records import SMALL, RunDirectory
 from driftlab.results.schema import ATTENTION, KEYS
 from driftlab.results.shards import atomic_file

@@ -24,8 +24,8 @@ from pydantic import Field, ValidationError
 
 from driftlab.config import Frozen
 from driftlab.errors import ConfigError
+from driftlab.papers.items import ITEMS, Measured, measure
 from driftlab.results.answers import ALPHA
-from driftlab.results.pages_items import ITEMS, Measured, measure
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.stats import Estimate, count, holm
 
@@ -237,7 +237,7 @@ class Paper:
             raise ConfigError(
                 f"{path} is not a paper's description",
                 got=got,
-                remedy="See driftlab/results/pages.py for its keys.",
+                remedy="See driftlab/papers/pages.py for its keys.",
             ) from None
         if unknown := sorted(set(self.text.items) - set(ITEMS)):
             raise ConfigError(

@@ -8,287 +8,35 @@ two switches apart are the flagship's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from driftlab.results.answers import SINK_RULE
-from driftlab.results.figures import FEWEST
-from driftlab.results.records import Tables
-from driftlab.results.slices import Group, Slice, modes, take
-from driftlab.results.stats import Estimate, Sample, bands, count, estimate, not_available
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-NEITHER, FC, POST, BOTH = (
-    "none+pre_norm",
-    "per_layer+pre_norm",
-    "none+post_norm",
-    ("per_layer+post_norm"),
+from driftlab.papers.beyond import BUDGET, CHANGED, TRAINED, agreement, budget, changed, trained
+from driftlab.papers.numbers import (
+    BOTH,
+    CONCAT,
+    CONCAT_BOTH,
+    FC,
+    NEITHER,
+    PAIR,
+    POST,
+    SHALLOW,
+    Found,
+    Measured,
+    Numbers,
+    Panel,
+    points,
+    present,
+    ratio,
+    relative,
+    together,
 )
-CONCAT, CONCAT_BOTH = "concat+pre_norm", "concat+post_norm"
-PAIR = {"pre-norm": NEITHER, "post-norm": BOTH}
-SHALLOW = 3
-"""Reports of deployed drafters draft this deep."""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One row of an item's figure: what is drawn, and on which axis."""
-
-    name: str
-    x: str = "depth"
-    log: bool = False
-    zero: bool = False
-    """A line at "no effect"."""
-    per_cent: bool = False
-
-
-@dataclass(frozen=True)
-class Measured:
-    """An item's numbers on one base."""
-
-    runs: tuple[str, ...]
-    rows: Mapping[str, Mapping[str, Estimate]]
-    contrasts: Mapping[str, Estimate]
-    frame: pd.DataFrame
-    """Curves: panel, line, x, value, low, high, prompts, seeds."""
-    basis: str
-    size: str
-    sink: bool = True
-
-
-# --- a run, and the ways to its numbers ---------------------------------------------------------
-
-
-class Numbers:
-    """Samples and estimates of one run, on the headline's text."""
-
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-
-    @cached_property
-    def free(self) -> Slice:
-        return take(self.tables, "free")
-
-    @cached_property
-    def forced(self) -> Slice:
-        return take(self.tables, "forced")
-
-    @property
-    def has_forced(self) -> bool:
-        return "forced" in modes(self.tables)
-
-    @cached_property
-    def fused(self) -> Slice:
-        return take(self.tables, None, table="fused")
-
-    @cached_property
-    def has_sink(self) -> bool:
-        """Some variant gives the sink at depth 1 at least SINK_RULE times an even share."""
-        even = float(np.nanmean(self.free.cube("uniform")[..., 0]))
-        first = self.free.cube("sink")[..., 0]
-        return any(np.nanmean(group) >= SINK_RULE * even for group in first)
-
-    @property
-    def deepest(self) -> int:
-        return self.free.index[-1]
-
-    @property
-    def deep(self) -> int:
-        """The paper's depth 8, or the last one there is."""
-        return 8 if 8 in self.free.index else self.deepest
-
-    @property
-    def size(self) -> str:
-        return count(len(self.free.prompts), len(self.free.seeds))
-
-    @property
-    def basis(self) -> str:
-        looping = f"; {self.free.left_out} looping left out" if self.free.left_out else ""
-        return f"{self.free.kind}, {self.size}{looping}"
-
-    def group(
-        self, variant: str, *, condition: str = "", ttt: int | None = None, gate: bool = False
-    ) -> Group | None:
-        """The group of ``variant`` (its two norms), raw residual."""
-        for g in self.free.groups:
-            if f"{g.fusion_norm}+{g.feedback}" != variant or g.residual != "raw":
-                continue
-            if g.condition != condition or g.attention_gate != gate or g.alignment:
-                continue
-            if ttt is None or g.ttt == ttt:
-                return g
-        return None
-
-    def drafts(self, group: Group, k: int | None = None) -> Sample:
-        """Drafts accepted in a round of at most ``k``, without the bonus token."""
-        last = self.deepest if k is None else k
-        accepted = self.free.cube("n_accepted")[self.free.groups.index(group)]
-        upto = [i for i, d in enumerate(self.free.index) if d <= last]
-        total = np.where(
-            np.isfinite(accepted[:, :, 0]), np.nansum(accepted[:, :, upto], axis=2), np.nan
-        )
-        with np.errstate(invalid="ignore"):
-            return Sample(total / self.free.at(group, "n", self.free.index[0]))
-
-    def kept(self, changed: Group, own: Group) -> Sample:
-        """Accepted drafts of ``changed`` as a part of those of ``own``: a ratio of means."""
-        return ratio(self.drafts(changed), self.drafts(own))
-
-    def number(self, *samples: Sample, contrast: Sequence[float] = (1.0,), **how: Any) -> Estimate:
-        return estimate(list(samples), contrast, resamples=self.free.resamples, **how)
-
-    def less(self, a: Sample, b: Sample, **how: Any) -> Estimate:
-        """``a - b``, paired; ``a / b`` of logarithms with ``ratio=True``."""
-        return self.number(a, b, contrast=(1.0, -1.0), **how)
-
-    def level(self, group: Group, column: str, depth: int) -> Estimate:
-        """Mean of ``column`` at ``depth``; geometric for a logarithm."""
-        log = column.startswith("log_")
-        value = self.number(self.free.mean(group, column, depth), ratio=log)
-        return replace(value, unit="")
-
-    def change(self, group: Group, column: str, start: int, end: int, **how: Any) -> Estimate:
-        at = [self.free.mean(group, column, d) for d in (end, start)]
-        return self.less(*at, **how)
-
-    def growth(self, group: Group, start: int, end: int) -> Estimate:
-        return self.change(group, "log_rms_state_pre", start, end, ratio=True)
-
-    def conditional(self, group: Group, depth: int) -> Estimate:
-        """Conditional acceptance, n/a below FEWEST opportunities."""
-        sample = self.free.conditional(group, depth)
-        if sample.weights is None or sample.weights.sum() < FEWEST:
-            return not_available("too few opportunities")
-        return self.number(sample)
-
-    def conditions(self, own: Group) -> Iterator[tuple[Mapping[str, Any], Group]]:
-        """What was applied to the drafter of ``own``: settings of the condition, and its group."""
-        config = self.tables.manifest.get("config") or {}
-        applied = (config.get("applied") or {}).get("conditions") or ()
-        settings = {c["name"]: c for c in applied}
-        for g in self.free.groups:
-            if g.condition in settings and replace(g, condition="", axis=own.axis, label="") == (
-                replace(own, label="")
-            ):
-                yield settings[g.condition], g
-
-    # --- curves ---------------------------------------------------------------------------
-
-    def curve(self, panel: str, piece: Slice, lines: Mapping[str, np.ndarray], **how: Any) -> Any:
-        """Rows of ``{line: [seed, prompt, depth]}``; ``transform`` acts on value and interval."""
-        import pandas as pd
-
-        transform: Callable[[np.ndarray], np.ndarray] = how.pop("transform", lambda v: v)
-        weights: Mapping[str, np.ndarray] = how.pop("weights", {})
-        frames = []
-        for line, cube in lines.items():
-            values = np.moveaxis(cube, 2, 0)
-            weight = np.moveaxis(weights[line], 2, 0) if line in weights else None
-            value, low, high = bands(values, weight, resamples=piece.resamples)
-            there = np.isfinite(values)
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "panel": panel,
-                        "line": line,
-                        "x": piece.index,
-                        "value": transform(value),
-                        "low": transform(low),
-                        "high": transform(high),
-                        "prompts": there.any(axis=1).sum(axis=1),
-                        "seeds": there.any(axis=2).sum(axis=1),
-                    }
-                )
-            )
-        return pd.concat(frames, ignore_index=True)
-
-    def of(self, piece: Slice, column: str, groups: Mapping[str, Group | None]) -> dict[str, Any]:
-        cube = piece.cube(column)
-        return {n: cube[piece.groups.index(g)] for n, g in groups.items() if g in piece.groups}
-
-    def accuracy(self, panel: str, groups: Mapping[str, Group | None]) -> Any:
-        right = self.of(self.forced, "n_correct", groups)
-        of = self.of(self.forced, "n", groups)
-        return self.curve(panel, self.forced, {n: right[n] / of[n] for n in right})
-
-    def acceptance(self, panel: str, groups: Mapping[str, Group | None]) -> Any:
-        """Conditional acceptance by depth, left out below FEWEST opportunities."""
-        accepted = self.of(self.free, "n_accepted", groups)
-        chances = {
-            n: np.nan_to_num(c) for n, c in self.of(self.free, "n_opportunities", groups).items()
-        }
-        rate = {
-            n: np.divide(a, chances[n], out=np.zeros_like(chances[n]), where=chances[n] > 0)
-            for n, a in accepted.items()
-        }
-        frame = self.curve(panel, self.free, rate, weights=chances)
-        few = np.concatenate([c.sum(axis=(0, 1)) < FEWEST for c in chances.values()])
-        return frame[~few]
-
-    def means(self, panel: str, column: str, groups: Mapping[str, Group | None]) -> Any:
-        how = {"transform": np.exp} if column.startswith("log_") else {}
-        return self.curve(panel, self.free, self.of(self.free, column, groups), **how)
-
-
-def ratio(part: Sample, whole: Sample) -> Sample:
-    """A sample whose mean is ``mean(part) / mean(whole)`` over the pairs that both have."""
-    there = np.isfinite(part.values) & np.isfinite(whole.values)
-    # A whole of nothing still has to count with its part, hence a weight that is nearly 0.
-    weights = np.where(there, np.maximum(whole.values, 1e-9), 0.0)
-    with np.errstate(invalid="ignore"):
-        return Sample(
-            np.where(there, part.values / np.maximum(whole.values, 1e-9), np.nan), weights
-        )
-
-
-def points(panel: str, rows: Iterable[tuple[str, object, Estimate]]) -> Any:
-    """Rows of a curve from single estimates: (line, x, estimate)."""
-    import pandas as pd
-
-    return pd.DataFrame(
-        [
-            {
-                "panel": panel,
-                "line": line,
-                "x": x,
-                "value": e.value,
-                "low": e.low,
-                "high": e.high,
-                "prompts": e.n,
-                "seeds": e.seeds,
-            }
-            for line, x, e in rows
-        ]
-    )
-
-
-def together(frames: Iterable[Any]) -> Any:
-    import pandas as pd
-
-    there = [f for f in frames if len(f)]
-    return (
-        pd.concat(there, ignore_index=True)
-        if there
-        else pd.DataFrame(
-            columns=["panel", "line", "x", "value", "low", "high", "prompts", "seeds"]
-        )
-    )
-
-
-def present(**estimates: Estimate | None) -> dict[str, Estimate]:
-    """Contrasts by claim (``_`` stands for ``-``), without those that cannot be had."""
-    return {k.replace("_", "-"): e for k, e in estimates.items() if e is not None}
-
-
-Found = tuple[dict[str, dict[str, Estimate]], dict[str, Estimate], Any]
-"""Rows, contrasts and curves."""
-
+from driftlab.results.records import Tables
+from driftlab.results.slices import Group
+from driftlab.results.stats import Estimate, Sample
 
 # --- T1 and T2: size and attention by depth -----------------------------------------------------
 
@@ -486,11 +234,6 @@ def flagship(runs: Mapping[str, Numbers]) -> Found | None:
         ]
     )
     return rows, contrasts, frame
-
-
-def relative(run: Numbers, sample: Sample) -> Estimate:
-    """A ratio of means as a ratio: no effect is 1."""
-    return replace(run.number(sample), unit="x")
 
 
 # --- T3 and T4: applied to trained drafters -----------------------------------------------------
@@ -762,120 +505,6 @@ def context(runs: Mapping[str, Numbers]) -> Found | None:
     return rows, contrasts, points("accepted drafts", drawn)
 
 
-# --- beyond the paper ---------------------------------------------------------------------------
-
-
-def changed(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
-    """Every condition of an applied experiment beside the same drafter unchanged."""
-
-    def find(runs: Mapping[str, Numbers]) -> Found | None:
-        run = runs[experiment]
-        last = run.deepest
-        rows: dict[str, dict[str, Estimate]] = {}
-        kept, drawn = [], []
-        for own in (g for g in run.free.groups if not g.condition and g.axis == "trained"):
-            rows[own.label] = {"drafts": run.number(run.drafts(own))}
-            before = run.forced.accuracy(own, last) if run.has_forced else None
-            if before is not None:
-                rows[own.label][f"forced @{last}"] = run.number(before)
-            for condition, g in run.conditions(own):
-                part = relative(run, run.kept(g, own))
-                row = {"drafts": run.number(run.drafts(g)), "of its own": part}
-                kept.append((own.label, condition["name"], part))
-                if before is not None:
-                    after = run.forced.accuracy(g, last)
-                    difference = run.less(after, before)
-                    row |= {f"forced @{last}": run.number(after), "difference": difference}
-                    drawn.append((own.label, condition["name"], difference))
-                rows[f"{own.label}, {condition['name']}"] = row
-        if not kept:
-            return None
-        frames = [points("accepted, of its own", kept)]
-        if drawn:
-            frames.append(points("accuracy less its own", drawn))
-        return rows, {}, together(frames)
-
-    return find
-
-
-def trained(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
-    """Every variant of an experiment that trains, side by side."""
-
-    def find(runs: Mapping[str, Numbers]) -> Found | None:
-        run = runs[experiment]
-        last = run.deepest
-        groups = [g for g in run.free.groups if g.axis == "trained" and not g.condition]
-        rows = {
-            g.label: {
-                "drafts": run.number(run.drafts(g)),
-                **(
-                    {f"forced @{d}": run.number(run.forced.accuracy(g, d)) for d in (1, last)}
-                    if run.has_forced
-                    else {}
-                ),
-                f"growth 1-{run.deep}": run.growth(g, 1, run.deep),
-                "sink @1": run.level(g, "sink", 1),
-                f"own drafts @{last}": run.level(g, "draft_mass", last),
-            }
-            for g in groups
-        }
-        lines: dict[str, Group | None] = {g.label: g for g in groups}
-        curves = [run.means("RMS of the state", "log_rms_state_pre", lines)]
-        if run.has_forced:
-            curves.append(run.accuracy("forced accuracy", lines))
-        return rows, {}, together(curves)
-
-    return find
-
-
-def agreement(runs: Mapping[str, Numbers]) -> Found | None:
-    """Correlation and divergence of a drafter's attention and its target's, by target layer."""
-    run = runs["agreement"]
-    table = run.tables.extra.get("agreement")
-    if table is None:
-        return None
-    table = table[table["text"] == run.free.kind.text]
-    layers = tuple(sorted(int(i) for i in table["layer"].unique()))
-    cells = run.tables.cells.set_index("cell")
-    rows: dict[str, dict[str, Estimate]] = {}
-    cubes: dict[str, dict[str, np.ndarray]] = {"correlation": {}, "divergence": {}}
-    for g in (g for g in run.free.groups if not g.condition):
-        for measure in cubes:
-            cube = np.full((len(run.free.seeds), len(run.free.prompts), len(layers)), np.nan)
-            mine = table["cell"].map(cells["variant"]).astype(str) == g.variant
-            for cell, prompt, layer, value in table.loc[
-                mine, ["cell", "prompt", "layer", measure]
-            ].itertuples(index=False):
-                seed = run.free.seeds.index(int(cells.loc[cell, "seed"]))
-                if prompt in run.free.prompts and value is not None:
-                    place = run.free.prompts.index(str(prompt)), layers.index(int(layer))
-                    cube[seed, *place] = value
-            cubes[measure][g.label] = cube
-        found = cubes["correlation"][g.label]
-        best = int(np.nanargmax(np.nanmean(found, axis=(0, 1))))
-        rows[g.label] = {
-            "highest correlation": run.number(Sample(found[:, :, best])),
-            f"last layer ({layers[-1]})": run.number(Sample(found[:, :, -1])),
-            "lowest divergence (nats)": run.number(
-                Sample(
-                    cubes["divergence"][g.label][
-                        :, :, int(np.nanargmin(np.nanmean(cubes["divergence"][g.label], (0, 1))))
-                    ]
-                )
-            ),
-        }
-    by_layer = replace(run.free, index=layers)
-    frames = [run.curve(m, by_layer, lines) for m, lines in cubes.items()]
-    return rows, {}, together(frames)
-
-
-_CHANGED = (
-    Panel("accepted, of its own", "condition"),
-    Panel("accuracy less its own", "condition", zero=True),
-)
-_TRAINED = (Panel("forced accuracy"), Panel("RMS of the state", log=True))
-
-
 # --- all of them --------------------------------------------------------------------------------
 
 
@@ -924,7 +553,7 @@ ITEMS: dict[str, Item] = {
     "f10": Item("ttt", extrapolation, (Panel("conditional acceptance"), Panel("forced accuracy"))),
     "s5-2": Item("template", template, (Panel("accepted drafts", "condition"),)),
     **{
-        name: Item(name, changed(name), _CHANGED)
+        name: Item(name, changed(name), CHANGED)
         for name in ("swap", "sink", "self-keys", "layers", "quantized", "temperature")
     },
     "agreement": Item(
@@ -935,7 +564,8 @@ ITEMS: dict[str, Item] = {
             Panel("divergence", "target layer"),
         ),
     ),
-    **{name: Item(name, trained(name), _TRAINED) for name in ("residual", "alignment")},
+    **{name: Item(name, trained(name), TRAINED) for name in ("residual", "alignment", "rate")},
+    "budget": Item("budget", budget, BUDGET),
     "s5-3": Item("context", context, (Panel("accepted drafts", "tokens before the prompt"),)),
 }
 

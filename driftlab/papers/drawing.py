@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlab.results.pages_items import Panel
+from driftlab.papers.items import Panel
 
 if TYPE_CHECKING:
     import pandas as pd
