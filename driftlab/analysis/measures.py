@@ -177,8 +177,8 @@ def draft_scores(
             total[at] = sums = torch.sub(x, top[:, None], out=q).exp_().sum(dim=-1)
             if target is not None:
                 # Both sum to 1, q without what lies outside: half the distance is q's excess.
-                q.div_(sums[:, None]).sub_(target[at]).clamp_(min=0)
-                tv[at] = q.sum(dim=-1)
+                torch.addcmul(q, target[at], sums[:, None], value=-1, out=q).clamp_(min=0)
+                tv[at] = q.sum(dim=-1) / sums
     log_q = own[..., 0] - best - total.log()
     found = {
         "in_vocab": inside,

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -171,8 +171,8 @@ def _column(field: pa.Field, columns: Mapping[str, Any], n: int, where: str) -> 
             remedy="Give values of that type and range.",
         ) from None
     if pa.types.is_floating(field.type) and array.null_count < n:
-        filled = array.fill_null(0) if array.null_count else array
-        finite = np.isfinite(filled.to_numpy())
+        given = isinstance(value, list | tuple | pa.Array | pa.ChunkedArray)
+        finite = np.isfinite(_values(array.fill_null(0) if given else array))
         if not finite.all():
             bad = n - int(finite.sum())
             raise NumericsError(
@@ -186,12 +186,49 @@ def _column(field: pa.Field, columns: Mapping[str, Any], n: int, where: str) -> 
     return array
 
 
+def _whole(table: pa.Table, name: str) -> pa.Array:
+    column = table[name]
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _values(array: pa.Array) -> np.ndarray:
+    """Numbers or flags of ``array``, anything where it is null. Unlike to_numpy: no pandas."""
+    stop, data = array.offset + len(array), array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        return _bits(data, stop)[array.offset :]
+    return np.frombuffer(data, array.type.to_pandas_dtype())[array.offset : stop]
+
+
+def _there(array: pa.Array) -> np.ndarray:
+    """Whether each value is not null."""
+    data = array.buffers()[0]
+    if data is None:
+        return np.ones(len(array), dtype=bool)
+    return _bits(data, array.offset + len(array))[array.offset :]
+
+
+def _bits(data: pa.Buffer, n: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=n, bitorder="little").astype(bool)
+
+
+# Kinds of numpy that become a column of that type as they are.
+_ALIKE = {
+    **dict.fromkeys((pa.float32(), pa.float64()), "fiu"),
+    **dict.fromkeys((pa.int16(), pa.int32(), pa.int64()), "iu"),
+    pa.bool_(): "b",
+}
+
+
 def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
     if _is_scalar(value):
         scalar = value.item() if isinstance(value, np.ndarray | np.generic) else value
         if pa.types.is_boolean(kind) and not isinstance(scalar, bool | None):
             raise TypeError(f"{scalar!r} is no bool")
-        return pa.repeat(pa.scalar(scalar, type=kind), n)
+        if scalar is None:
+            return pa.nulls(n, kind)
+        if isinstance(scalar, str) and pa.types.is_string(kind):
+            return _words([scalar], [n])
+        value = np.full(n, scalar)
     if isinstance(value, pa.ChunkedArray):
         value = value.combine_chunks()
     if isinstance(value, pa.Array):
@@ -205,22 +242,45 @@ def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"shape {array.shape} is not one value a row")
-    if pa.types.is_floating(kind):
-        array = array.astype(kind.to_pandas_dtype(), copy=False)
-        if mask is not None:
-            array = np.where(mask, array.dtype.type(0), array)
-    if array.dtype.kind == "U" and mask is None and array.size:
-        # Words come in long runs, and a conversion from UCS-4 is slow.
+    if array.dtype.kind == "U" and mask is None and array.size and pa.types.is_string(kind):
+        # Words come in long runs, and a conversion of each from UCS-4 is slow.
         starts = np.flatnonzero(np.append(True, array[1:] != array[:-1]))
-        runs = np.diff(np.append(starts, n))
-        return pa.array(array[starts], type=kind).take(pa.array(np.repeat(range(len(runs)), runs)))
+        return _words(array[starts].tolist(), np.diff(np.append(starts, n)).tolist())
+    if array.dtype.kind in _ALIKE.get(kind, ""):
+        return _over_memory(array, mask, kind)
     return pa.array(array, type=kind, mask=mask, from_pandas=False)
+
+
+def _over_memory(array: np.ndarray, mask: np.ndarray | None, kind: pa.DataType) -> pa.Array:
+    """Numbers as Arrow, 0 where masked.
+
+    `pa.array` takes longer, most of all its first call: it loads pandas.
+    """
+    if mask is not None:
+        array = np.where(mask, array.dtype.type(0), array)
+    if array.dtype.kind == "b":
+        data = np.packbits(array, bitorder="little")
+    else:
+        data = np.ascontiguousarray(array, dtype=kind.to_pandas_dtype())
+        if data.dtype.kind == "i" and not np.array_equal(data, array):
+            raise OverflowError(f"a value is out of the range of {kind}")
+    there = None if mask is None else pa.py_buffer(np.packbits(~mask, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(array), [there, pa.py_buffer(data)])
+
+
+def _words(words: Sequence[str], runs: Sequence[int]) -> pa.Array:
+    """Each of ``words`` as often as ``runs`` says."""
+    coded = [word.encode() for word in words]
+    ends = np.cumsum(np.repeat([len(word) for word in coded], runs))
+    offsets = pa.py_buffer(np.append(0, ends).astype(np.int32))
+    data = pa.py_buffer(b"".join(word * run for word, run in zip(coded, runs, strict=True)))
+    return pa.Array.from_buffers(pa.string(), len(ends), [None, offsets, data])
 
 
 def _check_masses(table: pa.Table, name: str, where: str) -> None:
     total = np.zeros(table.num_rows)
     for region in REGIONS:
-        total += table[region].to_numpy()
+        total += _values(_whole(table, region))
     off = np.abs(total - 1)
     if off.size and off.max() > MASS_TOLERANCE:
         worst = int(off.argmax())
@@ -236,13 +296,14 @@ def _sorted(table: pa.Table, name: str, where: str) -> pa.Table:
     """``table`` by its key columns, refusing rows with the same key."""
     codes = []
     for key in KEYS[name]:
-        column = table[key].combine_chunks()
+        column = _whole(table, key)
         if pa.types.is_string(column.type):
             column = column.dictionary_encode()
-            order = np.argsort(np.argsort(column.dictionary.to_numpy(zero_copy_only=False)))
-            codes.append(order[column.indices.to_numpy()])
+            if len(column.dictionary) > 1:  # a word that all rows share orders nothing
+                order = np.argsort(np.argsort(column.dictionary.to_numpy(zero_copy_only=False)))
+                codes.append(order[_values(column.indices)])
         else:
-            codes.append(column.to_numpy().astype(np.int64))
+            codes.append(_values(column).astype(np.int64))
     if table.num_rows < 2:
         return table
     # One integer a row, in lexicographic order: sorting it is much faster than sorting columns.
@@ -259,7 +320,7 @@ def _sorted(table: pa.Table, name: str, where: str) -> pa.Table:
                 got=f"{table.num_rows - len(np.unique(rank))} repeated",
                 remedy=f"Rows are told apart by {', '.join(KEYS[name])}.",
             )
-        table = table.take(pa.array(order))
+        table = table.take(_over_memory(order, None, pa.int64()))
     return table
 
 
@@ -272,19 +333,21 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
     """
     if not steps.num_rows:
         return SCHEMAS["depths"].empty_table()
-    columns = {name: steps[name].combine_chunks() for name in steps.column_names}
-    depth, anchor = columns["depth"].to_numpy(), columns["anchor"].to_numpy()
+    columns = {name: _whole(steps, name) for name in steps.column_names}
+    depth, anchor = _values(columns["depth"]), _values(columns["anchor"])
     same = ["prompt", "text", "mode"]  # a shard holds one cell
     change = np.zeros(steps.num_rows, dtype=bool)
     change[0] = True
     for name in same:
-        codes = columns[name].dictionary_encode().indices.to_numpy()
+        codes = _values(columns[name].dictionary_encode().indices)
         change[1:] |= codes[1:] != codes[:-1]
     starts = np.flatnonzero(change)  # rows are sorted, so that every group is one run
     parts: list[dict[str, Any]] = []
     for rows in np.split(np.arange(steps.num_rows), starts[1:]):
         key = {name: columns[name][rows[0]].as_py() for name in ("cell", *same)}
-        rows = rows[np.isin(anchor[rows], anchor[rows][depth[rows] == depth[rows].max()])]
+        deepest = np.zeros(anchor[rows].max() + 1, dtype=bool)
+        deepest[anchor[rows][depth[rows] == depth[rows].max()]] = True
+        rows = rows[deepest[anchor[rows]]]
         rows = rows[np.argsort(depth[rows], kind="stable")]
         part = _means(columns, rows, where)
         parts.append({k: np.repeat(v, len(part["depth"])) for k, v in key.items()} | part)
@@ -299,7 +362,7 @@ def reduce_steps(steps: pa.Table, where: str) -> pa.Table:
 
 def _means(columns: Mapping[str, pa.Array], rows: np.ndarray, where: str) -> dict[str, Any]:
     """Columns of ``depths`` from ``rows`` of the table ``steps``, which are in order of depth."""
-    depth = columns["depth"].to_numpy()[rows]
+    depth = _values(columns["depth"])[rows]
     starts = np.flatnonzero(np.append(True, depth[1:] != depth[:-1]))
     depths = depth[starts]
 
@@ -307,19 +370,17 @@ def _means(columns: Mapping[str, pa.Array], rows: np.ndarray, where: str) -> dic
         return np.add.reduceat(values, starts, axis=-1)
 
     def values(name: str) -> tuple[np.ndarray, np.ndarray]:
-        column = columns[name]
-        there = column.is_valid().to_numpy(zero_copy_only=False)[rows]
-        filled = column.fill_null(pa.scalar(0).cast(column.type)).to_numpy(zero_copy_only=False)
-        return filled[rows].astype(np.float64), there
+        there = _there(columns[name])[rows]
+        return np.where(there, _values(columns[name])[rows], 0).astype(np.float64), there
 
     n = np.diff(np.append(starts, len(rows)))
     out: dict[str, Any] = {"depth": depths, "n": n}
-    keys = (columns["anchor"].to_numpy()[rows] + depth).astype(np.float64)
+    keys = (_values(columns["anchor"])[rows] + depth).astype(np.float64)
     out["uniform"] = total(1 / np.maximum(keys, 1)) / n
     plain = (*ATTENTION, *NORMS)
     block = np.empty((len(plain), len(rows)))  # all at once: calls would cost more than sums
     for i, name in enumerate(plain):
-        block[i] = columns[name].to_numpy()[rows]
+        block[i] = _values(columns[name])[rows]
     out |= dict(zip(plain, total(block) / n, strict=True))
     rms = block[[plain.index(name) for name in LOGGED]]
     # A state that an intervention has set to zero has no logarithm.
@@ -332,12 +393,9 @@ def _means(columns: Mapping[str, pa.Array], rows: np.ndarray, where: str) -> dic
         count = total(there.astype(int))
         out[name] = np.ma.array(total(column) / np.maximum(count, 1), mask=count == 0)
     for name in ("correct", "in_vocab"):
-        out[f"n_{name}"] = total(columns[name].to_numpy(zero_copy_only=False)[rows].astype(int))
-    temperature = columns["temperature"].take(pa.array(rows[starts]))
-    out["temperature"] = np.ma.array(
-        temperature.fill_null(0).to_numpy(),
-        mask=temperature.is_null().to_numpy(zero_copy_only=False),
-    )
+        out[f"n_{name}"] = total(_values(columns[name])[rows].astype(int))
+    temperature, there = values("temperature")
+    out["temperature"] = np.ma.array(temperature[starts], mask=~there[starts])
     out["n_accepted"] = out["n_opportunities"] = np.ma.masked_all(len(n), dtype=np.int64)
     accepted, there = values("accepted")
     if there.all():
@@ -350,6 +408,9 @@ def _means(columns: Mapping[str, pa.Array], rows: np.ndarray, where: str) -> dic
         out["n_accepted"] = total(accepted).astype(int)
         out["n_opportunities"] = np.append(n[0], out["n_accepted"][:-1])
     return out
+
+
+_READ = pa.ipc.IpcReadOptions(use_threads=False)  # columns of a shard are small
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -365,11 +426,12 @@ class Shard:
 
     def table(self, name: str) -> pa.Table:
         if name not in self.blobs:
-            return SCHEMAS[name].empty_table()
+            return pa.Table.from_batches([], SCHEMAS[name])
         offset, length = self.blobs[name]
         with self.path.open("rb") as handle:
             handle.seek(offset)
-            return pa.ipc.open_stream(handle.read(length)).read_all()
+            data = handle.read(length)
+        return pa.ipc.open_stream(data, options=_READ).read_all()
 
 
 def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]) -> None:
