@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
+import torch._dynamo  # asks for triton: before Absent would answer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -55,7 +56,14 @@ class _Anything(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: args[0] if args else None
+        return type(name, (_Named,), {})
+
+
+class _Named:
+    """Stands in annotations as a type does, and as a decorator hands back what it decorates."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        return args[0] if args else super().__new__(cls)
 
 
 class Specforge:
