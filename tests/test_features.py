@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from driftlab.data import features
-from driftlab.data.features import Features, FeatureStore, size_of
+from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.errors import ContractError, DataError, NumericsError, ResourceError
 from driftlab.models.target import Target
 
 WIDTH, BOUNDARIES = 4, (0, 2, 3)
+ROW_BYTES = (len(BOUNDARIES) + 1) * WIDTH * 4  # float32; the last state is stored, too
 
 
 class Counting:
@@ -72,7 +73,7 @@ def texts(n: int = 12, seed: int = 0) -> list[Text]:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """About three texts a shard."""
-    monkeypatch.setattr(features, "SHARD_BYTES", size_of(36, len(BOUNDARIES), WIDTH, "float32"))
+    monkeypatch.setattr(features, "SHARD_BYTES", 36 * ROW_BYTES)
 
 
 def build(root: Path, target: Any = None, **options: Any) -> Features:
@@ -189,7 +190,7 @@ FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarn
 
 
 def _build_slowly(root: Path, pause: float) -> None:
-    features.SHARD_BYTES = size_of(36, len(BOUNDARIES), WIDTH, "float32")
+    features.SHARD_BYTES = 36 * ROW_BYTES
     build(root, Counting(pause=pause))
 
 
@@ -288,8 +289,7 @@ def test_a_store_larger_than_the_disk_is_refused_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = sum(len(t.tokens) for t in texts())
-    need = tokens * 4 * WIDTH * 4
-    assert size_of(tokens, len(BOUNDARIES), WIDTH, "float32") == need
+    need = tokens * ROW_BYTES
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=need - 1))
     target = Counting()
     with pytest.raises(ResourceError, match=r"states need .* KiB"):

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from driftlab.data.prompts import (
-    PERTURBATIONS,
     Prompt,
     Rendering,
     load_prompts,
@@ -200,9 +199,15 @@ def test_system_prompt_replaces_that_of_the_template() -> None:
     assert list(untemplated.tokens) == tok.encode("Be brief.\n\nHi")
 
 
-def test_the_four_perturbations() -> None:
+def test_the_four_corners_of_template_and_bos() -> None:
     tok = tokenizer(LLAMA)
-    made = {r.name: r(CHAT, tok) for r in PERTURBATIONS}
+    corners = (
+        Rendering("template+bos", "always", "always"),
+        Rendering("template", "always", "never"),
+        Rendering("bos", "never", "always"),
+        Rendering("bare", "never", "never"),
+    )
+    made = {r.name: r(CHAT, tok) for r in corners}
     text = tok.encode(CHAT.text, add_special_tokens=False)
     bos = tok.bos_token_id
     templated = made["template"].tokens

@@ -44,6 +44,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 FORMAT = 1
 LAST_STATE = "post_final_norm"
 SHARD_BYTES = 8 << 20
+CAPTURED = 16  # texts in one forward pass
 _DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 _DIGEST = 32  # bytes of a SHA-256
 _OPEN_SHARDS = 64
@@ -121,11 +122,6 @@ class _Shard:
     tokens: int
 
 
-def size_of(tokens: int, boundaries: int, hidden_size: int, dtype: Dtype) -> int:
-    """Bytes of the states of ``tokens`` tokens: tokens x (boundaries + 1) x width x item size."""
-    return tokens * (boundaries + 1) * hidden_size * _DTYPES[dtype].itemsize
-
-
 class FeatureStore:
     """A folder of stored states. Several processes may use it at the same time."""
 
@@ -139,7 +135,7 @@ class FeatureStore:
         boundaries: Sequence[int],
         *,
         dtype: Dtype = "bfloat16",
-        batch: int = 16,
+        batch: int = CAPTURED,
         progress: str = "",
     ) -> Features:
         """Compute the states of ``texts``, or what is missing of them, and open them.

@@ -89,15 +89,6 @@ class Rendering:
         return render(prompt, tokenizer, self.template, self.bos, limit=limit)
 
 
-# The four corners of template x BOS; the applied axis of the paper's sink experiments.
-PERTURBATIONS = (
-    Rendering("template+bos", "always", "always"),
-    Rendering("template", "always", "never"),
-    Rendering("bos", "never", "always"),
-    Rendering("bare", "never", "never"),
-)
-
-
 def load_prompts(source: str | Path) -> list[Prompt]:
     """Read a packaged set (``held-out``, ``train``) or a ``.jsonl`` file, one object a line.
 
