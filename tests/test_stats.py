@@ -395,3 +395,13 @@ def test_three_levels_and_missing_corners() -> None:
     alone = factorial({("none", "pre_norm"): flat(1)})
     assert alone.feedback is None
     assert alone.effects() == {}
+
+
+def test_equal_measurements_differ_by_nothing_whatever_their_rounding() -> None:
+    """Four thirds, added and taken away with weights of a quarter, leave 1e-17 and no effect."""
+    rng = np.random.default_rng(0)
+    values = [rng.integers(1, 9, size=(1, 11)) / 3 for _ in range(4)]
+    samples = [Sample(v) for v in (*values, *values)]
+    found = estimate(samples, [0.25] * 4 + [-0.25] * 4)
+    assert (found.value, found.low, found.high, found.by_seed) == (0.0, 0.0, 0.0, (0.0,))
+    assert found.p == 1.0

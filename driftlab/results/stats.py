@@ -161,7 +161,11 @@ def estimate(
 
     value = float(combine(weighted.sum(axis=(1, 2)), weights.sum(axis=(1, 2))))
     by_seed = combine(weighted.sum(axis=2), weights.sum(axis=2))
-    # Rounding noise far below any digit shown would otherwise pass for a spread.
+    difference = abs(coefficients.sum()) < 1e-12 and len(samples) > 1
+    # Rounding noise far below any digit shown would otherwise pass for a spread or an effect.
+    noise = 1e-12 * max(1.0, float(np.abs(weighted).max()))
+    if difference and max(abs(value), float(np.abs(by_seed).max())) <= noise:
+        value, by_seed = 0.0, np.zeros_like(by_seed)
     flat = _is_flat(samples, coefficients, value)
     prompt_low = prompt_high = math.nan
     if over_prompts or n_seeds == 1:
@@ -173,7 +177,6 @@ def estimate(
         low = high = value
         if not flat:
             low, high = _percentile(combine(*_draw_both(weighted, weights, resamples, seed)))
-    difference = abs(coefficients.sum()) < 1e-12 and len(samples) > 1
     p, smallest = math.nan, math.nan
     if difference and flat:
         p, smallest = (1.0 if value == 0 else 2 / (P_DRAWS + 1)), 0.0
