@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pairs
 import pytest
+import torch
 
 from driftlab.data.corpus import Source, Writing, read_given, write_corpus
 from driftlab.data.grammar import WordTokenizer, stories
 from driftlab.data.text import Text
-from driftlab.errors import DataError
+from driftlab.errors import DataError, ResourceError
+from driftlab.models import memory
 from driftlab.models.continuation import Request
 from driftlab.models.target import Target
 
@@ -27,6 +30,8 @@ class Scribe:
     """
 
     name, fingerprint = "scribe", "f" * 64
+    device, shape = torch.device("cpu"), pairs.target().shape
+    hidden_size, n_layers, vocab_size = pairs.WIDTH, pairs.LAYERS, pairs.VOCAB
 
     def __init__(self) -> None:
         self.seeds: set[int] = set()
@@ -59,6 +64,22 @@ SAMPLED = Writing(max_new_tokens=6, temperature=1.0, seed=3, batch=2)
 
 def write(folder: Path, writing: Writing = SAMPLED, scribe: Scribe | None = None) -> list[Text]:
     return write_corpus(cast(Target, scribe or Scribe()), PROMPTS, writing, folder)
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_it_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written already is read whatever is free."""
+    scribe = Scribe()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_bytes", lambda: 1000)
+        with pytest.raises(ResourceError, match=r"^writing 2 texts of up to 9 tokens at once"):
+            write(tmp_path, scribe=scribe)
+        assert not scribe.asked
+    texts = write(tmp_path)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    assert write(tmp_path, scribe=scribe) == texts
+    assert not scribe.asked
 
 
 def test_every_prompt_is_continued_once_and_found_again(tmp_path: Path) -> None:

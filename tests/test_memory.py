@@ -13,6 +13,10 @@ import pairs
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent / "reliability"))
+
+import peaks
+
 from driftlab.analysis.interventions import apply, mask_chain_keys, noise, pin_norm
 from driftlab.config import MeasureSpec, TrainSpec
 from driftlab.data.corpus import Source
@@ -177,49 +181,11 @@ def test_memory_does_not_grow_over_200_prompts() -> None:
     assert late - early < 4 << 20
 
 
-PEAK = """
-import resource, sys, tempfile
-sys.path.insert(0, {tests!r})
-import torch
-import pairs
-from driftlab.config import MeasureSpec, TrainSpec
-from driftlab.data.features import FeatureStore
-from driftlab.engines.probe import probe
-from driftlab.engines.train import initialise, train
-from driftlab.models import memory
-from driftlab.models.target import Target
-from driftlab.models.tiny import tiny_llama
-wide = dict(vocab_size=4000, hidden_size=256)
-teacher = Target.from_model(tiny_llama(**wide, layers=4, max_position=512), name="w", eos_ids=())
-config = pairs.config(
-    hidden_size=256, target_hidden_size=256, intermediate_size=704, num_heads=8, num_kv_heads=4,
-    head_dim=32, vocab_size=4000, draft_vocab_size=2000)
-rng = torch.Generator().manual_seed(0)
-rows = torch.randint(0, 2000, (16, 400), generator=rng).tolist()
-texts = [pairs.as_text(r[:20], r[20:], f"p{{i}}") for i, r in enumerate(rows)]
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-store = FeatureStore(tempfile.mkdtemp())
-states = store.build(teacher, texts, config.boundaries, dtype="float32")
-made = initialise(config, teacher, torch.arange(2000), seed=0, head_init=1.0)
-before = peak()
-if {what!r} == "train":
-    spec = TrainSpec(steps=2, batch=8, max_length=400)
-    train(made, states, teacher, spec, seed=0)
-    need = memory.training_bytes(config, spec, 400)
-else:
-    items = [states.item(i)["aux"] for i in range(16)]
-    probe(made, texts, items, MeasureSpec(depth=8))
-    need = memory.probing_bytes(config, 16, 400, 8)
-print(before, peak(), need)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["train", "probe"])
-def test_estimates_are_right_within_a_factor_of_two(what: str) -> None:
-    code = PEAK.format(tests=str(Path(__file__).parent), what=what)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    before, peak, need = map(int, done.stdout.split()[-3:])
-    print(f"{what}: estimated {memory.size(need)}, measured {memory.size(peak - before)}")
-    assert 0.5 < need / (peak - before) < 2
+@pytest.mark.parametrize("size", ["micro", "mid"])
+@pytest.mark.parametrize("work", peaks.WORKS)
+def test_estimates_are_upper_bounds_within_a_factor_of_two(work: str, size: str) -> None:
+    need, grown, before = peaks.measure(work, size)
+    print(f"{work} {size}: estimated {memory.size(need)}, measured {memory.size(grown)}")
+    assert peaks.fits(need, grown)
+    assert before < memory.PROCESS

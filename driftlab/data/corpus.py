@@ -20,6 +20,7 @@ from tqdm import tqdm
 from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, render
 from driftlab.data.text import Text
 from driftlab.errors import DataError
+from driftlab.models import memory
 from driftlab.models.continuation import Request
 from driftlab.models.target import Target
 from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
@@ -77,6 +78,7 @@ def write_corpus(
     ------
     DataError: no prompts, a prompt that leaves no room to continue, or greedy text that should
         go round the prompts more than once (it would repeat itself).
+    ResourceError: a batch does not fit in the memory that is free.
     """
     if not prompts:
         raise DataError("no prompts to continue", remedy="Name a set or a file with prompts.")
@@ -172,10 +174,33 @@ class _Corpus:
                 chunk.texts[:] = stored
                 self._count(chunk.tokens)
                 continue
+            if not self._at:
+                self._check_memory()
             seed = writing.seed * 1_000_003 + number
             for i, prompt in enumerate(prompts):
                 self._at[seed, i] = chunk, i
                 yield Request(prompt.tokens, seed, i)
+
+    def _check_memory(self) -> None:
+        """Refuse a batch that does not fit; memory of another device than the CPU is not known."""
+        target, writing = self._target, self._writing
+        if target.device.type != "cpu":
+            return
+        longest = max(len(prompt.tokens) for prompt in self._prompts)
+        shape = target.shape
+        memory.refuse_too_large(
+            f"writing {writing.batch} texts of up to {longest + writing.max_new_tokens} tokens "
+            "at once",
+            lambda n: memory.writing_bytes(
+                *(n, longest, writing.max_new_tokens),
+                shape=shape,
+                hidden=target.hidden_size,
+                layers=target.n_layers,
+                vocabulary=target.vocab_size,
+            ),
+            writing.batch,
+            "a batch of",
+        )
 
     def _enough(self) -> int | None:
         """How many chunks are taken, or None while one of these is missing or more are needed."""

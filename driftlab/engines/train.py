@@ -389,6 +389,7 @@ def train(
         earlier = saved["seconds"]
         evaluations = [(int(step), float(value)) for step, value in saved.get("evaluations", [])]
         best = saved.get("best", {})
+        del saved  # weights and moments, which are in use elsewhere now
     drafter.train()
     on_step(len(losses))
     for batch in _stream(corpus, spec, seed, skip=len(losses), among=lessons):

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -22,17 +23,19 @@ import torch
 from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
-from driftlab.data.features import Features
+from driftlab.data.features import CAPTURED, Features, FeatureStore
+from driftlab.data.text import Text
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
 from driftlab.engines.ray_pool import run_jobs_on_ray
-from driftlab.errors import DriftlabError, ResourceError, RunError
-from driftlab.experiment.applied import applied_jobs, find_drafters, unchanged_jobs
+from driftlab.errors import CheckpointError, DriftlabError, ResourceError, RunError
+from driftlab.experiment.applied import Given, applied_jobs, find_drafters, unchanged_jobs
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
 from driftlab.models import memory
+from driftlab.models.checkpoints import stated_config
 from driftlab.results.merge import identity
 from driftlab.results.records import RunDirectory, config_hash
 
@@ -117,6 +120,7 @@ def _prepare(
         train_texts = plan.texts_to_learn() if given is None else []
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):
+        _check_capture(plan, [*measure_texts, *train_texts])
         learned = plan.states(train_texts, "states to learn from") if train_texts else None
         measured = plan.states(measure_texts, "states to measure on")
         frozen = plan.freeze()
@@ -147,7 +151,7 @@ def _prepare(
         notes = {"conditions": changed.notes}
         inputs |= {f"states of {name}": key for name, key in changed.states.items()}
     if here:
-        _check_memory(phases, learned, measured, experiment.workers)
+        _check_memory(phases, given, learned, plan.store, experiment.workers)
     begun = run.manifest.get("inputs", inputs)
     if lost := [name for name in inputs if begun.get(name) != inputs[name]]:
         raise RunError(
@@ -176,19 +180,55 @@ def _prepare(
     return phases
 
 
+def _check_capture(plan: Plan, texts: Sequence[Text]) -> None:
+    """Refuse a target whose states do not fit; another device's memory is not known."""
+    target = plan.target
+    if target.device.type != "cpu":
+        return
+    longest = max(len(text.tokens) for text in texts)
+    memory.refuse_too_large(
+        f"capturing states of {CAPTURED} texts of up to {longest} tokens at once",
+        lambda n: memory.capturing_bytes(
+            n,
+            longest,
+            hidden=target.hidden_size,
+            intermediate=target.shape.intermediate_size,
+            boundaries=len(plan.boundaries),
+        ),
+        CAPTURED,
+        "shorter texts; at this length there is room for",
+    )
+
+
 def _check_memory(
-    phases: Sequence[Sequence[CellJob]], learned: Features | None, measured: Features, workers: int
+    phases: Sequence[Sequence[CellJob]],
+    given: Given | None,
+    learned: Features | None,
+    store: FeatureStore,
+    workers: int,
 ) -> None:
     """Refuse cells that together need more memory than is free."""
-    longest = max(len(text.tokens) for text in measured.texts)
+    jobs = list(itertools.chain(*phases))
+    # Drafters that will be, and those that are there; a damaged one fails its cell.
+    configs = {job.drafter: job.learning.config for job in jobs if job.learning is not None}
+    for drafter in () if given is None else given.drafters:
+        with contextlib.suppress(CheckpointError):
+            configs[drafter.folder] = stated_config(drafter.folder)
+    lesson = 0 if learned is None else max(len(text.tokens) for text in learned.texts)
+    sizes: dict[str, tuple[int, int]] = {}  # of each kind of states: longest, most of a prompt
+    for key in {job.states for job in jobs}:
+        texts = store.open(key).texts
+        most = max(Counter(text.prompt_id for text in texts).values())
+        sizes[key] = max(len(text.tokens) for text in texts), most
     needs = [0]
-    for job in itertools.chain(*phases):
-        if job.learning is None or learned is None:
+    for job in jobs:
+        if (config := configs.get(job.drafter)) is None:
             continue
-        config, spec = job.learning.config, job.learning.spec
-        lesson = max(len(text.tokens) for text in learned.texts)
-        probing = memory.probing_bytes(config, job.texts_at_once, longest, job.measure.depth)
-        needs.append(max(memory.training_bytes(config, spec, lesson), probing))
+        longest, most = sizes[job.states]
+        probed = min(job.texts_at_once, len(job.prompts)) * most
+        needs.append(memory.probing_bytes(config, probed, longest, job.measure.depth))
+        if job.learning is not None:
+            needs.append(memory.training_bytes(config, job.learning.spec, lesson))
     at_once = min(workers, max(map(len, phases)))
     memory.refuse_too_large(
         f"{at_once} cell(s) at once: this",

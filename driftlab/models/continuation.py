@@ -23,7 +23,7 @@ from driftlab.models.generation import BufferLayer, new_cache
 if TYPE_CHECKING:
     from driftlab.models.target import Target
 
-_PREFILL = 8192  # tokens, padding included, that are read in one pass
+PREFILL = 8192  # tokens, padding included, that are read in one pass
 _REFILL = 8  # an eighth of the batch is free before prompts are read: reading has a fixed cost
 
 
@@ -119,7 +119,7 @@ class _Rows:
         ended: list[_Row] = []
         while by_length:
             # The longest first, with as many of like length as one pass takes.
-            n = max(1, min(len(by_length), _PREFILL // len(by_length[-1].tokens)))
+            n = max(1, min(len(by_length), PREFILL // len(by_length[-1].tokens)))
             ended += self._read(by_length[-n:])
             del by_length[-n:]
         return ended

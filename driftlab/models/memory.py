@@ -1,21 +1,26 @@
 """What a piece of work needs in bytes, what is free, and the refusal before it begins.
 
-Estimates count the tensors that are alive at the same time at the peak, in float32. They are
-meant to be right within a factor of two (tests/test_memory.py measures them), so only work that
-clearly does not fit is refused.
+Estimates count the tensors that are alive at the same time at the peak, in float32. They are upper
+bounds, and less than about twice what is taken: tests/reliability/peaks.py measures them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driftlab.config import DrafterConfig, TrainSpec
 from driftlab.errors import ResourceError
+from driftlab.models.continuation import PREFILL
+from driftlab.models.drafter import BLOCK_ROWS, SCORE_BUDGET
 
-PROCESS = 400 << 20  # Python with torch and transformers, before it does anything
+if TYPE_CHECKING:
+    from driftlab.models.anatomy import Shape
+
+PROCESS = 500 << 20  # Python with torch and transformers, before it does anything
 _ITEM = 4  # bytes of a float32
-_SCORES = 2**24  # elements of one block of attention scores, drafter.SCORE_BUDGET
+_LOSS = 2**21  # elements of one block of logits in training, on a CPU
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
@@ -66,6 +71,15 @@ def _per_token(config: DrafterConfig) -> int:
     return block * config.num_layers
 
 
+def _scores(config: DrafterConfig, texts: int, longest: int, depth: int) -> int:
+    """Elements of one block of attention scores."""
+    keys = longest + depth
+    return max(
+        min(SCORE_BUDGET, texts * config.num_heads * min(longest, BLOCK_ROWS) * keys),
+        texts * config.num_heads * keys,  # one row
+    )
+
+
 def training_bytes(config: DrafterConfig, spec: TrainSpec, longest: int) -> int:
     """Peak of training one drafter: weights, gradients, AdamW's two moments, the unrolled graph.
 
@@ -74,27 +88,35 @@ def training_bytes(config: DrafterConfig, spec: TrainSpec, longest: int) -> int:
     every, moved = drafter_numbers(config)
     size = min(longest, spec.max_length)
     tokens = spec.batch * size
-    scores = 3 * config.num_heads * (size + spec.ttt) * config.num_layers
-    graph = spec.ttt * (_per_token(config) + 3 * config.draft_vocab_size + scores)
-    aux = (len(config.boundaries) + 1) * config.target_hidden_size
-    # The targets' probabilities, their logits, and the gradient of one depth's logits.
-    fixed = 2 * aux + 3 * config.draft_vocab_size
-    teacher = 2 * config.vocab_size * config.target_hidden_size
-    return _ITEM * (every + 3 * moved + teacher + tokens * (graph + fixed))
+    wide = len(config.boundaries) * config.target_hidden_size
+    # Captured states as they are read, cast, normed and joined, and those after the final norm.
+    graph = spec.ttt * _per_token(config) + 4 * wide + 2 * config.target_hidden_size
+    # Embedding and head, the head's rows that are learned, and the gradient of the drafter's head.
+    teacher = 2 * config.vocab_size + config.draft_vocab_size
+    head = 2 * config.draft_vocab_size * config.hidden_size
+    # Logits are made in blocks of positions, beside the target's probabilities.
+    rows = min(tokens * spec.ttt, max(256, _LOSS // config.draft_vocab_size))
+    block = 2 * rows * config.draft_vocab_size
+    block += 6 * _scores(config, spec.batch, size, spec.ttt)
+    kept = every if spec.evaluate_every else 0
+    fixed = every + 3 * moved + kept + teacher * config.target_hidden_size + head
+    return _ITEM * (fixed + block + tokens * graph)
 
 
 def probing_bytes(config: DrafterConfig, texts: int, longest: int, depth: int) -> int:
     """Peak of measuring ``texts`` texts of at most ``longest`` tokens at once."""
     every, _ = drafter_numbers(config)
     tokens = texts * longest
-    aux = (len(config.boundaries) + 1) * config.target_hidden_size
+    wide = len(config.boundaries) * config.target_hidden_size
     keys = 2 * depth * config.num_kv_heads * config.head_dim * config.num_layers
-    seen = tokens * config.num_heads * (longest + depth)
-    recorded = depth * (8 * config.num_heads + 24)
-    each = _per_token(config) + 4 * config.draft_vocab_size + 2 * aux + keys + recorded
+    # Six regions, entropy, recent mass and sink rate of each head, and the columns of a row:
+    # as measured, side by side, and as the doubles that go to the host in one piece.
+    recorded = depth * (60 * config.num_heads + 150)
+    each = _per_token(config) + 6 * config.draft_vocab_size + 5 * wide + keys + recorded
     teacher = 2 * config.vocab_size * config.target_hidden_size
-    full = 2 * 256 * config.vocab_size  # the target's logits, 256 positions at a time
-    return _ITEM * (every + teacher + full + tokens * each + 4 * min(seen, _SCORES))
+    full = 3 * 256 * config.vocab_size  # the target's logits, 256 positions at a time
+    block = 6 * _scores(config, texts, longest, depth)
+    return _ITEM * (every + teacher + full + block + tokens * each)
 
 
 def capturing_bytes(
@@ -102,6 +124,19 @@ def capturing_bytes(
 ) -> int:
     """Peak of one forward of a target whose states are kept, besides its weights."""
     return _ITEM * batch * longest * ((2 * boundaries + 10) * hidden + 3 * intermediate)
+
+
+def writing_bytes(
+    batch: int, prompt: int, new: int, *, shape: Shape, hidden: int, layers: int, vocabulary: int
+) -> int:
+    """Peak of a target that continues ``batch`` prompts of at most ``prompt`` tokens by ``new``,
+    besides its weights: keys and values of every layer, a pass over prompts, one step's logits."""
+    keys = 2 * shape.num_kv_heads * shape.head_dim * layers
+    read = min(batch * prompt, max(prompt, PREFILL))
+    block = 10 * hidden + 3 * shape.intermediate_size + keys
+    wide = 2 * shape.num_heads * shape.head_dim  # one layer's keys and values, one for each head
+    slots = batch * (prompt + new)
+    return _ITEM * (slots * (keys + wide) + read * block + 4 * batch * vocabulary)
 
 
 def size(n: int) -> str:

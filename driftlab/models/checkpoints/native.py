@@ -51,6 +51,21 @@ def to_native(drafter: Drafter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, dict(drafter.state_dict())
 
 
+def stated_config(folder: Path) -> DrafterConfig:
+    """The contract of a native folder as it stands there; no checksum is compared.
+
+    Raises CheckpointError: not a native folder.
+    """
+    try:
+        return DrafterConfig.model_validate(json.loads((folder / CONFIG).read_bytes())["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} is not a drafter's of driftlab's own",
+            got=f"{type(error).__name__}",
+            remedy="Write the drafter again with save_drafter.",
+        ) from None
+
+
 def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
     """Contract of a native folder.
 
