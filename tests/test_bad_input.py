@@ -22,7 +22,7 @@ import fuzz
 
 from driftlab.config import Experiment, build_experiment, read_experiment
 from driftlab.data.prompts import load_prompts
-from driftlab.errors import ConfigError, DataError, DriftlabError
+from driftlab.errors import CheckpointError, ConfigError, DataError, DriftlabError
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
@@ -97,6 +97,26 @@ def test_prompts_that_no_reader_takes(tmp_path: Path, line: bytes, said: str) ->
     (tmp_path / "p.jsonl").write_bytes(line)
     with pytest.raises(DataError, match=said):
         load_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+def test_an_integer_beyond_every_float_is_no_number(tmp_path: Path, name: str) -> None:
+    config, _, data = fuzz.spelled("vllm")
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: 10**400}))
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name} is no finite number"):
+        fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
+
+
+@pytest.mark.parametrize("kind", [["llama3"], {}, 1, True])
+def test_a_rotation_whose_type_is_no_name_is_unknown(tmp_path: Path, kind: Any) -> None:
+    config, _, data = fuzz.spelled("vllm")
+    block = {"rope_type": kind, "rope_theta": 1e4}
+    config = {k: v for k, v in config.items() if not k.startswith("rope_")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": block}))
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="unknown rope_type"):
+        fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
 
 
 def test_every_fault_names_a_remedy_or_the_thing_itself() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +57,8 @@ class Fields:
             raise CheckpointError(
                 f"{self.where}: {name} has the wrong type", got=f"{value!r}, not {kind.__name__}"
             )
-        if kind is float and not math.isfinite(value):
+        # An integer of JSON may be larger than any float.
+        if kind is float and not abs(value) <= sys.float_info.max:
             raise CheckpointError(f"{self.where}: {name} is no finite number", got=value)
         return Sourced(value=value, origin=origin, where=where)
 

@@ -136,7 +136,7 @@ def _kind(block: dict[str, Any], where: str, ledger: Ledger) -> Sourced:
             )
         text = "rope_type is absent, the default rotation"
         return Sourced(value="default", origin=Origin.derived, where=text)
-    known = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    known = _ALIASES.get(kind, kind) if isinstance(kind, str) else None
     if known not in NEEDED:
         raise CheckpointError(
             f"{where}: unknown rope_type",
