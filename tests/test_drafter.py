@@ -132,13 +132,14 @@ def test_an_unknown_rotary_type_is_refused() -> None:
 
 @pytest.mark.parametrize("feedback", Feedback)
 def test_the_head_is_normed_once_and_feedback_follows_its_name(feedback: Feedback) -> None:
-    """Report 5, with the final norm's gains all 2."""
+    """Report 5. The gains differ: a second norm with equal gains would change nothing."""
     made = pairs.drafter(feedback=feedback)
+    gains = torch.linspace(0.5, 4.0, pairs.WIDTH)
     with torch.no_grad():
-        made.norm.weight.fill_(2.0)
+        made.norm.weight.copy_(gains)
         state, _ = stepped(made, depth=2)
     rms = (state.pre.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-    close(state.post, 2 * state.pre / rms)
+    close(state.post, gains * state.pre / rms)
     close(made.logits(state), state.post @ made.lm_head.weight.T)
     fed = state.post if feedback is Feedback.post_norm else state.pre
     assert torch.equal(state.feedback, fed)

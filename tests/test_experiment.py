@@ -369,14 +369,17 @@ def test_code_of_another_checkout_is_not_taken_for_ours(patch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_sigkill_of_the_group_at_20_random_moments(tmp_path: Path) -> None:
-    """Every other time the embedded target, texts and states are made in the run, too."""
+def test_sigkill_of_the_group_at_random_moments(tmp_path: Path) -> None:
+    """Processes that are started as a user starts them; reliability/kill.py has more moments.
+
+    Every other time the embedded target, texts and states are made in the run, too.
+    """
     rng = random.Random(0)
     out, command = tmp_path / "run", small.command(tmp_path / "run", "workers=2")
     started = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     whole = time.monotonic() - started
-    for i in range(20):
+    for i in range(4):
         shutil.rmtree(out)
         if i % 2:
             shutil.rmtree(tmp_path / "cache")

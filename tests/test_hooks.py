@@ -126,6 +126,20 @@ def test_sites_hold_what_their_meaning_says(made: Any) -> None:
         equal(at["attn.v", d], v.unflatten(-1, (2, 8)).transpose(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("residual", "base"), [("raw", "feedback.in"), ("normed", "feedback.normed")]
+)
+def test_attention_writes_to_the_residual_that_is_named(residual: str, base: str) -> None:
+    made = pairs.drafter(residual=residual)
+    with torch.no_grad(), capture(made, ["feedback.*", "attn.out", "resid.mid"]) as at:
+        run(made)
+    for depth in range(1, DEPTH + 1):
+        wanted = at[base, depth] + at["attn.out", depth]
+        torch.testing.assert_close(at["resid.mid", depth], wanted, atol=1e-5, rtol=0)
+        gap = (at["feedback.in", depth] - at["feedback.normed", depth]).abs().max()
+        assert gap > 0.1, "the two kinds cannot be told apart here"
+
+
 def test_grouped_heads_pair_as_the_model_pairs_them(made: Any) -> None:
     """Report 38: query head h reads key/value head h // (heads / kv_heads), not h % kv_heads."""
     with torch.no_grad(), capture(made, "attn.*") as at:

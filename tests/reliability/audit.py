@@ -74,7 +74,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--must", action="store_true", help="no answer is an error, too")
     asked = parser.parse_args()
-    why, faults = prepared(), []
+    why = prepared()
+    faults: list[str] = []
     if not why:
         words = [str(HOME / "bin" / "python"), "-m", "pip_audit", "--disable-pip", "--no-deps"]
         words += ["--requirement", str(ROOT / "requirements.lock"), "--format", "json"]

@@ -1,6 +1,6 @@
 """SIGKILL `ablate` and `train` at random moments, run the same command again, compare tables.
 
-    python tests/reliability/kill.py [--moments 50] [--seed 0]
+    python tests/reliability/kill.py [--moments 50] [--seed 0] [--only ablate]
 
 The experiment is the embedded suite made tiny (tests/small.py). Models are imported once and
 every run is a fork, so that moments fall on work and not on imports; cells run in workers. Every
@@ -11,6 +11,8 @@ run is read back from them. Ends with 1 when a single byte differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import multiprocessing
 import os
 import random
@@ -31,6 +33,7 @@ import small
 from driftlab import cli, experiment
 from driftlab.engines import pool
 
+VERBS = ("ablate", "train")
 SIZES = [s for s in small.SETTINGS if not s.startswith(("axes", "seeds", "workers"))]
 
 
@@ -43,8 +46,8 @@ def command(verb: str, out: Path) -> list[str]:
     return [*words, "--out", str(out), *(w for s in sizes for w in ("--set", s))]
 
 
-def start(words: Sequence[str]) -> int:
-    """The command in a process group of its own, silent."""
+def start(words: Sequence[str], seen: Path | None = None) -> int:
+    """The command in a process group of its own, silent. ``seen`` gets what it imported."""
     child = os.fork()
     if child:
         return child
@@ -58,6 +61,8 @@ def start(words: Sequence[str]) -> int:
     except SystemExit as stop:
         code = int(stop.code or 0)
     finally:
+        if seen is not None:
+            seen.write_text("\n".join(sys.modules))
         os._exit(code)
 
 
@@ -66,15 +71,23 @@ def ended(child: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if done else None
 
 
-def finish(words: Sequence[str]) -> float:
+def finish(words: Sequence[str], seen: Path | None = None) -> float:
     """Run to the end; seconds."""
     started = time.monotonic()
-    child = start(words)
+    child = start(words, seen)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code:
         raise SystemExit(f"{words[0]} ended with {code}")
     return time.monotonic() - started
+
+
+def preload(seen: Path) -> None:
+    """Import what a run imported, so that the next ones find it."""
+    for name in seen.read_text().splitlines():
+        if not name.startswith(("__main__", "__mp_main__")):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def stage(out: Path) -> str:
@@ -114,7 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=VERBS, help="half of the moments, on one command")
     asked = parser.parse_args()
+    verbs = (asked.only,) if asked.only else VERBS
     rng = random.Random(asked.seed)
     # Workers are forked, not spawned: they need not import what is imported.
     forked = multiprocessing.context.ForkContext
@@ -124,9 +139,12 @@ def main() -> None:
     hits: Counter[str] = Counter()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for verb in ("ablate", "train"):
+        for verb in verbs:
             home = Path(folder) / verb
             out = home / verb
+            finish(command(verb, out), Path(folder) / "seen")
+            preload(Path(folder) / "seen")
+            shutil.rmtree(home)
             long = finish(command(verb, out))
             expected = found(out)
             shutil.rmtree(out)
@@ -147,7 +165,8 @@ def main() -> None:
     print(f"\n{sum(hits.values())} kills, all tables and drafters equal byte for byte")
     for name, n in sorted(hits.items()):
         print(f"  {name}: {n}")
-    print(f"{time.monotonic() - started:.0f} s")
+    spent = sum(os.times()[:4])
+    print(f"{time.monotonic() - started:.0f} s, {spent:.0f} s of processor time")
 
 
 if __name__ == "__main__":
