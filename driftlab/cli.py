@@ -347,6 +347,7 @@ def figures(
 ) -> None:
     """Draw the figures of a run or of a paper: PNG, PDF, and the CSV of what is drawn."""
     from driftlab.papers import committed
+    from driftlab.results.drawn import note, unchanged
     from driftlab.results.figures import save_figures
     from driftlab.results.records import RunDirectory
 
@@ -367,8 +368,11 @@ def figures(
         run, folder = RunDirectory.open(source), out or source / "figures"
         stale = committed.changed_tables(run) + committed.stale(run, folder) if check else []
         if not check:
-            for name, paths in save_figures(run, folder, processes=_cores()).items():
-                typer.echo(f"{name}: {paths['png']}")
+            kept = unchanged(run, folder)
+            drawn = kept or save_figures(run, folder, processes=_cores())
+            note(run, folder, drawn)
+            for name, paths in drawn.items():
+                typer.echo(f"{name}: {paths['png']}{' (unchanged)' if kept else ''}")
     if stale:
         raise RunError(
             f"{len(stale)} file(s) are not what the tables give: {', '.join(stale)}",
@@ -513,6 +517,7 @@ def _redo(
 def _finish(run: RunDirectory) -> None:
     """Draw, report, and print the answers with the paths of what was written."""
     from driftlab.results.answers import answers, summary_table
+    from driftlab.results.drawn import note
     from driftlab.results.figures import save_figures
     from driftlab.results.hints import hints
     from driftlab.results.precision import precision_note
@@ -521,6 +526,7 @@ def _finish(run: RunDirectory) -> None:
 
     tables = run.tables()
     drawn = save_figures(tables, run.path / "figures")
+    note(run, run.path / "figures", drawn)
     page = write_report(tables, run.path / "report.html", images=drawn)
     assumed = run.manifest.get("assumed") or {}
     for name, source in assumed.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from driftlab.errors import ConfigError, DataError, RunError
+from driftlab.results import drawn
 from driftlab.results.figures import (
     FEWEST,
     FIGURES,
@@ -352,6 +354,28 @@ def test_what_was_not_measured_is_not_drawn(
     assert drawn == [n for n, r in reasons.items() if not r]
     with pytest.raises(RunError, match="forced chains on sampled text"):
         FIGURES["forced_accuracy"](free)
+
+
+def test_figures_are_drawn_again_only_where_something_changed(
+    tables: Tables, run: RunDirectory, tmp_path: Path
+) -> None:
+    own = RunDirectory.open(shutil.copytree(run.path, tmp_path / "run"))
+    folder = own.path / "figures"
+    assert drawn.unchanged(own, folder) == {}
+    made = {"forced_accuracy": save_figure(tables, "forced_accuracy", folder)}
+    drawn.note(own, folder, made)
+    assert drawn.unchanged(own, folder) == made
+    picture = made["forced_accuracy"]["png"].read_bytes()
+    made["forced_accuracy"]["png"].write_bytes(picture + b" ")
+    assert drawn.unchanged(own, folder) == {}  # somebody painted over it
+    made["forced_accuracy"]["png"].write_bytes(picture)
+    assert drawn.unchanged(own, folder) == made
+    manifest = own.path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"finished"', '"ended"'))
+    assert drawn.unchanged(own, folder) == made  # no figure reads it
+    with (own.path / "depths.parquet").open("ab") as table:
+        table.write(b" ")
+    assert drawn.unchanged(own, folder) == {}
 
 
 def test_two_processes_draw_what_one_draws(tables: Tables, tmp_path: Path) -> None:

@@ -237,8 +237,8 @@ def _to_arrow(value: Any, kind: pa.DataType, n: int) -> pa.Array:
         return pa.array(value, type=kind)
     mask = None
     if isinstance(value, np.ma.MaskedArray):
-        mask, value = np.ma.getmask(value), value.data
-        mask = None if mask is np.ma.nomask else mask
+        found, value = np.ma.getmask(value), value.data
+        mask = found if isinstance(found, np.ndarray) else None
     array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"shape {array.shape} is not one value a row")
