@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,41 +22,74 @@ from driftlab.config import Feedback, FusionNorm, Residual, TargetSpec
 from driftlab.data.corpus import sources
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.doctor.candidates import changes
+from driftlab.errors import DriftlabError
 from driftlab.experiment.texts import open_target
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.checkpoints.profiles import Reading, build
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import faults
+
 HEADER = """| pair | planted | verdict | what the doctor names | nats saved | drafts gained |
 |---|---|---|---|---|---|"""
 YARN = {"factor": 32.0, "original_max_position_embeddings": 2048}
 
 
-def row(pair: str, planted: str, found: doctor.Diagnosis, cure: dict[str, Any] | None) -> str:
-    """One line. ``cure`` is the patch that undoes the fault, None for a clean pair.
+class Table:
+    """Rows as they come, and how many of each kind there were."""
 
-    A fault whose cure was tried and saves nothing is one that these weights cannot tell.
-    """
-    winner = found.winner
-    tried = next((c for c in found.candidates if cure is not None and c.patch == cure), None)
-    if winner is None:
-        best = max(found.candidates, key=lambda c: c.margin.value)
-        named, margin, gained = f"nothing (best: {best.name})", best.margin.short, ""
-    else:
-        named = ", ".join(f"{k} = {v}" for k, v in winner.patch.items())
-        margin, gained = winner.margin.short, winner.accepted.short
-    right = winner is None if cure is None else winner is not None and winner.patch == cure
-    faint = tried is not None and tried.outcome is doctor.Outcome.no_better
-    mark = "" if right else " **cannot tell**" if faint and winner is None else " **missed**"
-    return f"| {pair} | {planted} | {found.verdict}{mark} | {named} | {margin} | {gained} |"
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        print(HEADER, flush=True)
+
+    def add(
+        self, pair: str, planted: str, found: doctor.Diagnosis, cure: dict[str, Any] | None
+    ) -> None:
+        """One line. ``cure`` is the patch that undoes the fault, None for a clean pair.
+
+        Margins are the cure's; of a clean pair those of the reading that comes nearest.
+        """
+        winner = found.winner
+        tried = [c for c in found.candidates if c.patch == cure]
+        if winner is not None and (cure is None or winner.patch == cure or not tried):
+            shown = winner
+        else:
+            shown = tried[0] if tried else max(found.candidates, key=lambda c: c.margin.value)
+        if winner is not None:
+            named = ", ".join(f"{k} = {v}" for k, v in winner.patch.items())
+        elif cure is None:
+            named = f"nothing (nearest: {shown.name})"
+        else:
+            named = "nothing"
+        if cure is None:
+            kind = "clean" if found.verdict is doctor.Verdict.clean else "not clean"
+        elif winner is not None:
+            kind = "found" if winner.patch == cure else "another named"
+        else:
+            even = tried and tried[0].outcome is doctor.Outcome.no_better
+            kind = "cannot tell" if even else "missed"
+        self.counts[kind] += 1
+        mark = "" if kind in {"clean", "found"} else f" **{kind}**"
+        print(
+            f"| {pair} | {planted} | {found.verdict}{mark} | {named} | {shown.margin.short} | "
+            f"{shown.accepted.short} |",
+            flush=True,
+        )
+
+    def refused(self, pair: str, planted: str, error: DriftlabError) -> None:
+        """A fault that no reader lets pass."""
+        self.counts["refused"] += 1
+        print(f"| {pair} | {planted} | refused | {error} | | |", flush=True)
+
+    def end(self, more: str) -> None:
+        print(f"\n{', '.join(f'{n} {kind}' for kind, n in self.counts.items())}; {more}")
 
 
 def micro() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    import faults
-
     benches: dict[str, doctor.Bench] = {}
+    table = Table()
 
     def examine(drafter: Drafter, variant: str) -> doctor.Diagnosis:
         target = faults.target(variant)
@@ -65,14 +99,18 @@ def micro() -> None:
         return doctor.examine(target, drafter, on=benches[target.name])
 
     for variant in faults.CLEAN:
-        found = examine(faults.drafter(variant), variant)
-        print(row(variant, "nothing", found, None), flush=True)
+        table.add(variant, "nothing", examine(faults.drafter(variant), variant), None)
     for name, fault in faults.FAULTS.items():
-        found = examine(fault.planted(), fault.variant)
-        print(row(fault.variant, name, found, fault.cure), flush=True)
+        table.add(fault.variant, name, examine(fault.planted(), fault.variant), fault.cure)
     for name, fault in faults.FAINT.items():
         found = examine(fault.planted(), fault.variant)
-        print(row(fault.variant, f"{name} (too faint)", found, None), flush=True)
+        table.add(fault.variant, f"{name} (too faint)", found, fault.cure)
+    table.end("; ".join(size(on) for on in benches.values()))
+
+
+def size(on: doctor.Bench) -> str:
+    tokens = sum(len(t.continuation) for t in on.texts)
+    return f"{on.target.name}: {len(on.texts)} texts, {tokens} tokens"
 
 
 def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:
@@ -104,11 +142,15 @@ def plants(drafter: Drafter, n_layers: int) -> Iterator[tuple[str, Reading]]:
             yield f"rope base {theta:g} for {rope.theta:g}", base.change(rope=turned)
     scaled = rope.model_copy(update={"rope_type": "yarn", "parameters": YARN})
     yield "rope block yarn x32", base.change(rope=scaled)
+
+
+def maps(drafter: Drafter) -> Iterator[tuple[str, torch.Tensor]]:
+    """The vocabulary map of a drafter, read as what it is not."""
+    ids = drafter.draft_to_target
     count = torch.arange(len(ids))
-    for name, table in (("offsets of d2t as ids", ids - count), ("ids as offsets", ids + count)):
-        valid = int(table.min()) >= 0 and int(table.max()) < config.vocab_size
-        if valid and len(table.unique()) == len(table):
-            yield name, Reading(config, table)
+    if not torch.equal(ids, count):
+        yield "offsets of d2t taken as ids", ids - count
+        yield "ids of d2t taken as offsets", ids + count
 
 
 def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> None:
@@ -116,17 +158,46 @@ def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> 
     target = open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
     prompts = None if shortest is None else short_prompts(target, shortest)
     on = doctor.bench(target, tokens=tokens, prompts=prompts)
-    anchors = f"{len(on.texts)} texts, {sum(len(t.continuation) for t in on.texts)} tokens"
+    table = Table()
     for folder in folders:
         drafter = load_drafter(folder, target=target)
-        pair = drafter.config.variant
-        base = Reading(drafter.config, drafter.draft_to_target)
-        found = doctor.examine(target, drafter, on=on)
-        print(row(pair, "nothing", found, None), flush=True)
-        for name, reading in plants(drafter, target.n_layers):
-            found = doctor.examine(target, build(drafter, reading), on=on)
-            print(row(pair, name, found, changes(reading, base)), flush=True)
-    print(f"\n{anchors}, anchors scored: {found.score.anchors if found.score else 0}")
+        planted(table, on, drafter)
+    table.end(size(on))
+
+
+def planted(table: Table, on: doctor.Bench, drafter: Drafter) -> None:
+    """All rows of one drafter."""
+    target, pair, n = on.target, drafter.config.variant, on.target.n_layers
+    near = {b + step for b in drafter.config.boundaries for step in (-2, -1, 0, 1, 2)}
+    on.prepare(b for b in near if 0 <= b <= n)
+
+    def examine(drafter: Drafter, label: str, wrong: Reading | None = None) -> None:
+        right = Reading(drafter.config, drafter.draft_to_target)
+        cure = None if wrong is None else changes(wrong, right)
+        given = drafter if wrong is None else build(drafter, wrong)
+        table.add(pair, label, doctor.examine(target, given, on=on), cure)
+
+    examine(drafter, "nothing")
+    for name, reading in plants(drafter, n):
+        examine(drafter, name, reading)
+    flip = {"double_hidden_norm": not drafter.config.double_hidden_norm}
+    base = Reading(drafter.config, drafter.draft_to_target)
+    twin = faults.spread(drafter)
+    examine(twin, "nothing, gains spread")
+    examine(twin, "gains spread, one hidden norm read as two", base.change(**flip))
+    twin = faults.twice(drafter, faults.fed(drafter, target, on.texts[:4]))
+    examine(twin, "nothing, made for two hidden norms")
+    examine(twin, "two hidden norms read as one", base)
+    for name, ids in maps(drafter):
+        try:
+            build(drafter, Reading(drafter.config, ids))
+        except DriftlabError as error:
+            table.refused(pair, name, error)
+        few = faults.apart(drafter, on.texts)
+        for again, other in maps(few):
+            if again == name:
+                label = f"{name}, {len(other)} ids kept"
+                examine(few, label, Reading(few.config, other))
 
 
 def short_prompts(target: Target, n: int) -> list[list[int]]:
@@ -142,7 +213,6 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--shortest", type=int, help="use this many of the shortest prompts")
     asked = parser.parse_args()
-    print(HEADER, flush=True)
     if asked.target is None:
         micro()
     else:

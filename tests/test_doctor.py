@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import faults
+import numpy as np
 import pytest
+import scipy.stats
 import torch
+from safetensors.torch import load_file, save_file
 
 from driftlab import doctor
 from driftlab.config import Feedback, FusionNorm, Origin, Residual, Rope, Sourced
-from driftlab.doctor import Diagnosis, Outcome, Verdict
+from driftlab.doctor import Diagnosis, Limits, Outcome, Verdict
 from driftlab.doctor.candidates import alternatives, changes
-from driftlab.doctor.scoring import Bench, margins, own_texts
+from driftlab.doctor.ruling import hopeless, outcome
+from driftlab.doctor.scoring import Bench, margins, own_texts, paired_p
+from driftlab.engines.anchors import unroll
 from driftlab.engines.chain import speculate
-from driftlab.errors import AssumptionError, ConfigError, ContractError, DataError
+from driftlab.errors import (
+    AssumptionError,
+    CheckpointError,
+    ConfigError,
+    ContractError,
+    DataError,
+)
 from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.models.checkpoints.dialects import Dialect
 from driftlab.models.checkpoints.profiles import (
@@ -32,6 +44,7 @@ from driftlab.models.checkpoints.profiles import (
     serve,
 )
 from driftlab.models.drafter import Drafter
+from driftlab.results.stats import Estimate, Sample
 
 # The others take the same way and run with the slow tests; feedback, residual and fusion norm
 # stand below as well, where copies are corrected and profiles examined.
@@ -84,8 +97,10 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert found.exit_code == 4
     assert found.winner is not None, found.reasons
     assert found.winner.patch == fault.cure
-    assert found.winner.margin.low > 0
-    assert found.winner.margin.value >= doctor.MINIMUM
+    assert found.limits is not None
+    won = found.winner.margin, found.winner.accepted
+    assert any(e.low > 0 and e.value >= found.limits.found(e.unit) for e in won)
+    assert not any(e.high < 0 for e in won)
 
 
 def test_the_scores_are_those_of_the_verified_rounds() -> None:
@@ -109,9 +124,54 @@ def test_the_scores_are_those_of_the_verified_rounds() -> None:
     assert 0 < sum(accepted) < 4 * len(accepted)
 
 
-def test_margins_are_paired_over_texts() -> None:
-    import numpy as np
+def test_a_forced_chain_accepts_what_a_free_one_does() -> None:
+    """Counts of free chains, and the last draft of each weighed by the target's own forward."""
+    target, drafter = faults.target(), faults.drafter()
+    texts = own_texts(target, faults.prompts(), tokens=400, seed=3)
+    found = Bench(target, texts).score({"own": drafter})["own"]
+    counts, expected, n = torch.zeros(4), 0.0, 0
+    for text in texts:
+        tokens = torch.tensor([text.tokens])
+        out = target.forward(tokens, torch.tensor([tokens.shape[1]]), drafter.config.boundaries)
+        assert out.logits is not None
+        p = out.logits[0].softmax(-1)
+        anchors = torch.arange(text.prompt_len - 1, tokens.shape[1] - 5)
+        alive = torch.ones(len(anchors), dtype=torch.bool)
+        for step in unroll(drafter, tokens, out.aux, depth=4, mode="free", anchors=anchors):
+            mass = p[anchors + step.depth].gather(-1, step.draft[0][:, None])[:, 0]
+            expected += float((alive * mass).sum())
+            alive = alive & (step.draft == step.truth)[0]
+            counts[step.depth - 1] += alive.sum()
+        n += len(anchors)
+    assert found.anchors == n
+    assert found.acceptance == pytest.approx((counts / n).tolist())
+    assert found.accepted_drafts == pytest.approx(float(counts.sum()) / n)
+    assert found.expected_drafts == pytest.approx(expected / n, rel=1e-5)
 
+
+def test_a_first_look_is_a_quarter_of_the_texts() -> None:
+    target, drafter = faults.target(), faults.drafter()
+    texts = own_texts(target, faults.prompts(), tokens=600, seed=0)
+    on = Bench(target, texts)
+    first = on.score({"own": drafter}, first=True)["own"]
+    assert first.texts == len(texts[::4]) < len(texts)
+    part = Bench(target, texts[::4]).score({"own": drafter})["own"]
+    assert first.cross_entropy == pytest.approx(part.cross_entropy)
+    assert first.expected_drafts == pytest.approx(part.expected_drafts)
+    whole = on.score({"own": drafter})["own"]
+    assert whole.texts == len(texts)
+    assert on.score({"own": drafter}, first=True)["own"].texts == len(texts)
+    shares = [s.anchors for s in (first, whole)]
+    means = [s.expected_drafts for s in (first, whole)]
+    rest = [t for i, t in enumerate(texts) if i % 4]
+    other = Bench(target, rest).score({"own": drafter})["own"]
+    joined = (means[0] * shares[0] + other.expected_drafts * other.anchors) / shares[1]
+    assert whole.expected_drafts == pytest.approx(joined)
+    few = Bench(target, texts[:8]).score({"own": drafter}, first=True)["own"]
+    assert few.texts == 8  # too few to look at a part of them
+
+
+def test_margins_are_paired_over_texts() -> None:
     drafter = faults.drafter()
     texts = own_texts(faults.target(), faults.prompts(), tokens=200, seed=0)
     base = Reading(drafter.config, drafter.draft_to_target)
@@ -120,10 +180,27 @@ def test_margins_are_paired_over_texts() -> None:
     saved, gained = margins(found["a"], found["b"])
     by_hand = np.mean(found["a"].cross_entropy) - np.mean(found["b"].cross_entropy)
     assert saved.value == pytest.approx(by_hand)
-    more = found["b"].accepted_drafts - found["a"].accepted_drafts
+    more = found["b"].expected_drafts - found["a"].expected_drafts
     assert gained.value == pytest.approx(more)
     nothing, _ = margins(found["a"], found["a"])
-    assert (nothing.value, nothing.low, nothing.high) == (0, 0, 0)
+    assert (nothing.value, nothing.low, nothing.high, nothing.p) == (0, 0, 0, 1)
+
+
+def test_p_is_students() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 1, 12))
+    plain = Sample(a, np.full((1, 12), 3.0)), Sample(b, np.full((1, 12), 3.0))
+    assert paired_p(*plain) == pytest.approx(scipy.stats.ttest_rel(a[0], b[0]).pvalue)
+    # A text of three anchors that was not scored on both sides says nothing.
+    gone = np.array([[math.nan, *b[0, 1:]]])
+    rest = scipy.stats.ttest_rel(a[0, 1:], b[0, 1:]).pvalue
+    assert paired_p(Sample(a, np.ones((1, 12))), Sample(gone, np.ones((1, 12)))) == (
+        pytest.approx(rest)
+    )
+    # A text that weighs nearly all decides alone, and one text decides nothing.
+    heavy = np.where(np.arange(12) == 0, 1e6, 1.0)[None]
+    assert paired_p(Sample(a, heavy), Sample(a - 0.1 * (heavy == 1), heavy)) > 0.1
+    assert paired_p(Sample(a + 1, heavy), Sample(a, heavy)) == 0.0
 
 
 def test_cross_entropy_by_hand() -> None:
@@ -173,17 +250,72 @@ def test_an_untrained_drafter_gets_the_checklist() -> None:
     assert any("likely misconfigured" in r and "boundaries" in r for r in found.reasons)
 
 
-def test_a_better_reading_is_not_named_when_it_accepts_less() -> None:
-    from driftlab.results.stats import Estimate
+def sure(value: float, unit: str, p: float = 0.01, reach: float = 0.01) -> Estimate:
+    return Estimate(value, value - reach, value + reach, 20, unit, p=p)
 
-    better = Estimate(0.1, 0.05, 0.15, 20)
-    fewer = Estimate(-0.3, -0.4, -0.2, 20)
-    more = Estimate(0.3, 0.2, 0.4, 20)
-    assert doctor.outcome(better, more) is Outcome.better
-    assert doctor.outcome(better, fewer) is Outcome.unclear
-    assert doctor.outcome(Estimate(0.004, 0.001, 0.007, 20), more) is Outcome.unclear
-    assert doctor.outcome(Estimate(0.0, -0.2, 0.004, 20), more) is Outcome.no_better
-    assert doctor.outcome(Estimate(-0.1, -0.2, -0.05, 20), more) is Outcome.worse
+
+@pytest.mark.parametrize(
+    ("nats", "p", "drafts", "q", "expected"),
+    [
+        (0.1, 0.01, 0.0, 0.5, Outcome.better),
+        (0.0, 0.5, 0.1, 0.01, Outcome.better),  # either measure is enough
+        (0.1, 0.01, -0.1, 0.01, Outcome.unclear),  # the two contradict each other
+        (0.004, 0.01, -0.1, 0.01, Outcome.no_better),  # or would, if it mattered
+        (0.1, 0.01, -0.1, 0.2, Outcome.better),
+        (0.004, 0.01, 0.0, 0.5, Outcome.no_better),  # sure, and too small to be a finding
+        (0.0, 0.5, 0.019, 0.01, Outcome.no_better),
+        (0.009, 0.2, 0.0, 0.5, Outcome.no_better),  # its upper end does not matter
+        (0.011, 0.2, 0.0, 0.5, Outcome.unclear),
+        (0.0, 0.5, 0.031, 0.2, Outcome.unclear),
+        (-0.1, 0.01, 0.0, 0.5, Outcome.worse),
+        (0.0, 0.5, -0.1, 0.01, Outcome.worse),
+        (-0.1, 0.2, -0.1, 0.2, Outcome.no_better),
+    ],
+)
+def test_outcomes(nats: float, p: float, drafts: float, q: float, expected: Outcome) -> None:
+    """Of an acceptance length of 2: 0.02 drafts are a finding, 0.04 matter; 0.005, 0.02 nats."""
+    limits = Limits(2.0)
+    assert outcome(limits, sure(nats, "nats", p), sure(drafts, "drafts", q)) is expected
+
+
+def test_a_first_look_gives_up_what_is_worse_only() -> None:
+    assert hopeless(sure(-0.1, "nats"), sure(0.0, "drafts", 0.5))
+    assert hopeless(sure(0.0, "nats", 0.5), sure(-0.1, "drafts"))
+    assert not hopeless(sure(-0.1, "nats"), sure(0.001, "drafts", 0.5))
+    assert not hopeless(sure(-0.1, "nats", 0.1), sure(-0.1, "drafts", 0.1))
+    assert not hopeless(sure(0.1, "nats"), sure(0.0, "drafts", 0.5))
+
+
+def test_a_clean_page_says_what_it_could_have_seen(clean: Diagnosis) -> None:
+    """Four of five runs: 80% power of the test that the family of readings leaves."""
+    assert clean.limits is not None and clean.score is not None
+    assert clean.limits.length == 1 + clean.score.expected_drafts
+    even = [c for c in clean.candidates if c.outcome is Outcome.no_better]
+    assert even
+    near, seen = clean.reasons
+    assert all(f"{c.name} (at most {max(c.margin.high, 0):.3f} nats" in near for c in even)
+    level = 0.05 / (2 * len(clean.candidates))
+    tail, power = (-scipy.stats.norm.ppf(x) for x in (level / 2, 0.2))
+    alone = -scipy.stats.norm.ppf(0.025)
+    wide = max(c.margin.smallest for c in even) * (tail + power) / (alone + power)
+    assert f"saves {wide:.3f} nats" in seen and "0.02 nats or 2% would matter" in seen
+
+
+@pytest.mark.parametrize("kind", ["spread", "twice"])
+def test_twins_compute_the_same(kind: str) -> None:
+    """Other gains and columns: equal under one norm, or nearly equal under two."""
+    target, drafter = faults.target(), faults.drafter()
+    texts = own_texts(target, faults.prompts(), tokens=200, seed=0)
+    twin = faults.spread(drafter)
+    if kind == "twice":
+        twin = faults.twice(drafter, faults.fed(drafter, target, texts[:4]))
+        assert twin.config.double_hidden_norm
+    flip = {"double_hidden_norm": not twin.config.double_hidden_norm}
+    wrong = build(twin, Reading(twin.config, twin.draft_to_target).change(**flip))
+    found = Bench(target, texts).score({"own": drafter, "twin": twin, "wrong": wrong})
+    own, same, other = (sum(found[name].cross_entropy) for name in ("own", "twin", "wrong"))
+    assert abs(same - own) <= (1e-4 if kind == "spread" else 0.1 * (other - own))
+    assert other > own + 0.1
 
 
 # Self-checks
@@ -275,6 +407,47 @@ def test_fix_never_replaces_the_drafter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="replace"):
         doctor.fix(found, tmp_path / "d")
     assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
+
+
+def modelopt(drafter: Drafter, folder: Path) -> Path:
+    """``drafter`` as ModelOpt's HF trainer writes it: no embeddings, no word on hidden norms."""
+    save_drafter(drafter, folder, dialect="vllm")
+    config = json.loads((folder / "config.json").read_text())
+    config = {k: v for k, v in config.items() if "driftlab" not in k and k != IDS}
+    ids = [b - 1 for b in drafter.config.boundaries]
+    config["eagle_config"] = {"next_layer_regular": True, "use_aux_hidden_state": True, IDS: ids}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    dropped = {"embed_tokens.weight", "t2d"}
+    kept = {n: t for n, t in tensors.items() if n not in dropped}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_file_that_says_nothing_of_norms_is_settled_and_exported(
+    alike: bool, tmp_path: Path
+) -> None:
+    """X4: two norms are assumed. The copy that the doctor writes says one, and engines take it."""
+    drafter = faults.drafter()
+    if alike:  # gains that are all one, so that a second norm is none
+        layer: Any = drafter.layers[0]
+        drafter = faults._twin(drafter, 1 / layer.input_layernorm.weight)
+    source = modelopt(drafter, tmp_path / "modelopt")
+    target = faults.target()
+    read = load_drafter(source, target=target)
+    assert read.provenance["dialect"].value == "modelopt-hf" and read.config.double_hidden_norm
+    with pytest.raises(CheckpointError, match="cannot hold the double hidden norm") as caught:
+        save_drafter(read, tmp_path / "served", dialect="vllm")
+    for word in ("driftlab doctor --target", "--fix FOLDER", "driftlab export FOLDER --to vllm"):
+        assert word in str(caught.value)
+    found = doctor.examine(target, source, tokens=faults.TOKENS, prompts=faults.prompts())
+    assert found.verdict is (Verdict.clean if alike else Verdict.wrong)
+    doctor.fix(found, tmp_path / "fixed")
+    again = load_drafter(tmp_path / "fixed")
+    assert again.provenance["double_hidden_norm"].origin is Origin.derived
+    save_drafter(again, tmp_path / "served", dialect="vllm")
+    assert load_drafter(tmp_path / "served").config == drafter.config
 
 
 def test_an_exported_file_is_served_as_trained(tmp_path: Path) -> None:
@@ -381,7 +554,8 @@ def test_origin_decides_whether_a_field_is_settled() -> None:
     assert found["feedback"].settled and "X2" in found["feedback"].why
     assert not found["residual"].settled and found["residual"].why == "assumed: absent"
     assert not found["double_hidden_norm"].settled
-    assert not found["draft_position_offset"].settled
+    # Drafters in memory and driftlab's own files state every field.
+    assert found["draft_position_offset"].settled
 
 
 def test_changes_are_the_patch() -> None:

@@ -18,8 +18,18 @@ from torch import Tensor
 
 from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
 from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
-from driftlab.doctor.diagnosis import FILE, Candidate, Diagnosis, Outcome, Row, Runtime, Verdict
-from driftlab.doctor.scoring import Bench, Prompts, Score, margins, own_texts
+from driftlab.doctor.diagnosis import (
+    FILE,
+    Candidate,
+    Diagnosis,
+    Limits,
+    Outcome,
+    Row,
+    Runtime,
+    Verdict,
+)
+from driftlab.doctor.ruling import hopeless, judge, outcome
+from driftlab.doctor.scoring import Bench, Prompts, Score, margins, own_texts, saved
 from driftlab.doctor.selfcheck import Check, drafts, self_checks, states_of_training
 from driftlab.engines.chain import check_pair
 from driftlab.engines.habitat import STATES, differences, statistics
@@ -37,14 +47,14 @@ from driftlab.models.checkpoints.profiles import (
 )
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
-from driftlab.results.stats import Estimate
+from driftlab.results.stats import holm
 
 __all__ = [
-    "MINIMUM",
     "Bench",
     "Candidate",
     "Check",
     "Diagnosis",
+    "Limits",
     "Outcome",
     "Verdict",
     "bench",
@@ -52,8 +62,6 @@ __all__ = [
     "fix",
 ]
 
-MINIMUM = 0.005
-"""Nats a token that another reading must save to be called better."""
 FAULTS = 3
 """How many faults at once are looked for."""
 
@@ -124,12 +132,15 @@ def examine(
 def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
     """Write the drafter with the winner's reading to ``folder``, in driftlab's own layout.
 
+    Without a winner there is one thing that a copy can settle: where two hidden norms were
+    assumed and the text cannot tell them from one, the copy says one, which engines can serve.
+
     Raises
     ------
     ConfigError: nothing to correct, a runtime's reading was checked, or ``folder`` is the
         drafter's own: the original is never changed.
     """
-    winner, subject = diagnosis.winner, diagnosis.subject
+    winner, subject = diagnosis.winner or _one_norm(diagnosis), diagnosis.subject
     if winner is None or subject is None:
         raise ConfigError(
             "there is no better reading to write",
@@ -149,10 +160,25 @@ def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
     for name, value in winner.patch.items():
         old = subject.provenance.get(name)
         was = f", the file: {old.value}" if old is not None else ""
-        where = f"driftlab doctor: saves {winner.margin.short} nats a token{was}"
-        made.provenance[name] = Sourced(value=value, origin=Origin.derived, where=where)
+        found = f"saves {winner.margin.short} nats a token"
+        if diagnosis.winner is None:
+            found = f"as good here ({winner.margin.short} nats a token), and what engines compute"
+        made.provenance[name] = Sourced(
+            value=value, origin=Origin.derived, where=f"driftlab doctor: {found}{was}"
+        )
     save_drafter(made, folder)
     return made
+
+
+def _one_norm(diagnosis: Diagnosis) -> Candidate | None:
+    """The reading with one hidden norm, where two were assumed and nothing tells them apart."""
+    if diagnosis.verdict is not Verdict.clean:
+        return None
+    for c in diagnosis.candidates:
+        alike = c.against == FILE and c.outcome is Outcome.no_better and not c.settled
+        if alike and c.patch == {"double_hidden_norm": False}:
+            return c
+    return None
 
 
 class _Case:
@@ -183,7 +209,6 @@ class _Case:
             "profile": self.served.profile,
             "texts": len(texts),
             "tokens": sum(len(t.continuation) for t in texts),
-            "minimum": MINIMUM,
             "contract": tuple(_contract(drafter, self.target, self.served.patches)),
             "source": Path(self.source) if self.source is not None else None,
             "subject": self.subject,
@@ -194,6 +219,7 @@ class _Case:
                 **common,  # type: ignore[arg-type]
                 checks=tuple(checks),
                 score=None,
+                limits=None,
                 candidates=(),
                 winner=None,
                 verdict=Verdict.wrong,
@@ -201,17 +227,18 @@ class _Case:
                 runtimes=(),
                 notes=notes,
             )
-        own, candidates, winner, rivals = self._candidates()
+        own, limits, candidates, winner, rivals = self._candidates()
         checks.append(drafts(own, drafter, texts))
         differs = self._differences()
         checks.append(states_of_training(self.subject, differs))
         notes = (*notes, *differs)
-        verdict, reasons = judge(checks, candidates, winner, rivals)
+        verdict, reasons = judge(limits, checks, candidates, winner, rivals)
         best = winner.reading if winner is not None else self.base
         return Diagnosis(
             **common,  # type: ignore[arg-type]
             checks=tuple(checks),
             score=own,
+            limits=limits,
             candidates=tuple(candidates),
             winner=winner,
             verdict=verdict,
@@ -248,11 +275,15 @@ class _Case:
             if tokens > 1000:
                 break
 
-    def _score(self, readings: dict[str, Reading], label: str) -> dict[str, Score]:
+    def _score(
+        self, readings: dict[str, Reading], label: str, *, first: bool = False
+    ) -> dict[str, Score]:
         built = {name: build(self.subject, reading) for name, reading in readings.items()}
-        return self.bench.score(built, progress=label if self.progress else "")
+        return self.bench.score(built, first=first, progress=label if self.progress else "")
 
-    def _candidates(self) -> tuple[Score, list[Candidate], Candidate | None, tuple[str, ...]]:
+    def _candidates(
+        self,
+    ) -> tuple[Score, Limits, list[Candidate], Candidate | None, tuple[str, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.
 
         Readings that cannot be told apart go on side by side: a second fault can part them.
@@ -260,31 +291,37 @@ class _Case:
         options = alternatives(
             self.base, self.subject.provenance, self.facts, self.target.shape.rope
         )
+        self.bench.prepare(b for o in options for b in tried(o.apply, self.base).config.boundaries)
         own = self._score({FILE: self.base}, "the file's reading")[FILE]
+        limits = Limits.of(own)
         found: list[Candidate] = []
         best: list[Candidate] = []
         stems: list[tuple[str, Reading, Score]] = [(FILE, self.base, own)]
         for round_ in range(FAULTS):
-            made = self._extend(options, stems, f"readings, pass {round_ + 1}")
+            made = self._extend(options, stems, limits, f"readings, pass {round_ + 1}")
             found += made
-            better = [c for c in made if c.outcome is Outcome.better]
+            better = [c for c in made if c.outcome is Outcome.better and c.score.texts == own.texts]
             if not better:
                 break
-            best = self._front(better)
-            stems = [(c.name, c.reading, c.score) for c in best]
+            best = self._front([*best, *better])
+            new = {c.name for c in better}
+            stems = [(c.name, c.reading, c.score) for c in best if c.name in new]
+            if not stems:
+                break
         if not best:
-            return own, found, None, ()
+            return own, limits, found, None, ()
         winner, *rivals = best
         if winner.against != FILE:
             # Its own margin was over the reading before it; the file's reading is what counts.
             margin, accepted = margins(own, winner.score, seed=self.seed)
             winner = replace(winner, margin=margin, accepted=accepted)
-        return own, found, winner, tuple(c.name for c in rivals)
+        return own, limits, found, winner, tuple(c.name for c in rivals)
 
     def _extend(
         self,
         options: Sequence[Alternative],
         stems: Sequence[tuple[str, Reading, Score]],
+        limits: Limits,
         label: str,
     ) -> list[Candidate]:
         """Every stem with every option that changes something else than the stem did."""
@@ -297,35 +334,50 @@ class _Case:
                 if option.field in changed or same(reading, stem) or known:
                     continue
                 tries[_name(against, option)] = (option, against, reading, old)
-        scores = self._score({name: t[2] for name, t in tries.items()}, label)
+        scores = self._score({name: t[2] for name, t in tries.items()}, label, first=True)
+        over = {name: margins(t[3], scores[name], seed=self.seed) for name, t in tries.items()}
+        left = [name for name in tries if not hopeless(*over[name])]
+        best = max(left, key=lambda n: saved(stems[0][2], scores[n]), default="")
+        # Next to the best reading of the first look, most are hopeless. Without them it may turn
+        # out that it is not better at all: then they have to be scored after all.
+        near = [n for n in left if not hopeless(*margins(scores[best], scores[n], seed=self.seed))]
+        for part in (near, left):
+            scores |= self._score({name: tries[name][2] for name in part}, label)
+            over |= {n: margins(tries[n][3], scores[n], seed=self.seed) for n in part}
+            adjusted = holm({f"{e.unit} {n}": e for n, pair in over.items() for e in pair})
+            outcomes = {
+                n: outcome(limits, *(replace(e, p=adjusted[f"{e.unit} {n}"]) for e in pair))
+                for n, pair in over.items()
+            }
+            if part == left or Outcome.better in (outcomes[name] for name in part):
+                break
         return [
-            self._judge(option, against, reading, old, scores[name])
-            for name, (option, against, reading, old) in tries.items()
+            Candidate(
+                name=name,
+                against=against,
+                patch=changes(self.base, reading),
+                why=option.why,
+                settled=option.settled,
+                score=scores[name],
+                margin=over[name][0],
+                accepted=over[name][1],
+                outcome=outcomes[name],
+                reading=reading,
+            )
+            for name, (option, against, reading, _) in tries.items()
         ]
 
     def _front(self, better: Sequence[Candidate]) -> list[Candidate]:
-        """The best reading, and at most two that cannot be told apart from it."""
+        """The best reading and at most two that cannot be told apart from it, simplest first."""
         ordered = sorted(better, key=lambda c: sum(c.score.cross_entropy))
         first = ordered[0]
-        near = [c for c in ordered[1:] if margins(c.score, first.score, seed=self.seed)[0].low <= 0]
-        return [first, *near[:2]]
-
-    def _judge(
-        self, option: Alternative, against: str, reading: Reading, old: Score, new: Score
-    ) -> Candidate:
-        margin, accepted = margins(old, new, seed=self.seed)
-        return Candidate(
-            name=_name(against, option),
-            against=against,
-            patch=changes(self.base, reading),
-            why=option.why,
-            settled=option.settled,
-            score=new,
-            margin=margin,
-            accepted=accepted,
-            outcome=outcome(margin, accepted),
-            reading=reading,
-        )
+        near = [
+            c
+            for c in ordered[1:]
+            if all(e.low <= 0 for e in margins(c.score, first.score, seed=self.seed))
+        ]
+        near.sort(key=_faults)
+        return sorted([first, *near[:2]], key=_faults)
 
     def _runtimes(self, best: Reading) -> list[Runtime]:
         """Every profile, against the reading that the text supports."""
@@ -350,53 +402,8 @@ def _name(against: str, option: Alternative) -> str:
     return option.name if against == FILE else f"{against} + {option.name}"
 
 
-def outcome(margin: Estimate, accepted: Estimate) -> Outcome:
-    """What an interval says of a candidate; see :class:`Outcome`."""
-    if margin.high < 0:
-        return Outcome.worse
-    if margin.low > 0 and margin.value >= MINIMUM and not accepted.high < 0:
-        return Outcome.better
-    if margin.high < MINIMUM:
-        return Outcome.no_better
-    return Outcome.unclear
-
-
-def judge(
-    checks: Sequence[Check],
-    candidates: Sequence[Candidate],
-    winner: Candidate | None,
-    rivals: Sequence[str] = (),
-) -> tuple[Verdict, tuple[str, ...]]:
-    """The verdict, and what it rests on."""
-    reasons = []
-    if winner is not None:
-        patch = ", ".join(f"{name} = {value}" for name, value in winner.patch.items())
-        reasons.append(
-            f"the weights support another reading: {patch} saves {winner.margin.short} nats a "
-            f"token and accepts {winner.accepted.short} more drafts a round"
-        )
-    if rivals:
-        reasons.append(f"as good as the winner on this text: {', '.join(rivals)}")
-    reasons += [f"failed: {check.name} ({check.detail})" for check in checks if not check.ok]
-    if reasons:
-        return Verdict.wrong, tuple(reasons)
-    doubts = [c for c in candidates if c.outcome is Outcome.unclear]
-    # A rotation matters more the longer the text: equal here is not equal everywhere.
-    blind = [
-        c
-        for c in candidates
-        if c.outcome is Outcome.no_better
-        and not c.settled
-        and any(name.startswith("rope.") for name in c.patch)
-    ]
-    reasons += [f"{c.name} may be better: {c.margin.short} nats ({c.why})" for c in doubts]
-    reasons += [f"cannot tell from this text: {c.name} ({c.why})" for c in blind]
-    if reasons:
-        return Verdict.doubtful, tuple(reasons)
-    even = [c.name for c in candidates if c.outcome is Outcome.no_better]
-    if even:
-        return Verdict.clean, (f"no other reading is better; as good here: {', '.join(even)}",)
-    return Verdict.clean, ("every other reading is worse",)
+def _faults(candidate: Candidate) -> int:
+    return candidate.name.count(" + ")
 
 
 def _contract(drafter: Drafter, target: Target, patches: Sequence[Patch]) -> list[Row]:

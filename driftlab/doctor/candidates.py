@@ -97,7 +97,7 @@ def _standing(field: str, provenance: Provenance) -> tuple[str, bool]:
     said = provenance.get(field)
     rows = DISPUTED[field]
     if said is None:
-        return f"disputed: {rows}", False
+        return f"the drafter's own config, disputed: {rows}", True
     if said.origin is Origin.assumed:
         return f"assumed: {said.where}", False
     if said.where in {"argument", "overrides"}:

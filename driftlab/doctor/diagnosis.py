@@ -28,12 +28,38 @@ EXIT_CODES = {Verdict.clean: 0, Verdict.doubtful: 3, Verdict.wrong: 4}
 
 
 class Outcome(StrEnum):
-    """A candidate against the reading that it was paired with."""
+    """A candidate against the reading that it was paired with; :func:`ruling.outcome` decides."""
 
-    better = "better"  # beyond the minimum margin, interval above zero
-    worse = "worse"  # interval below zero
-    no_better = "no better"  # if it is better at all, then by less than the minimum margin
-    unclear = "unclear"  # it may be better by the minimum margin or more
+    better = "better"  # surely, in one measure at least, and surely worse in none
+    worse = "worse"  # the same the other way round
+    no_better = "no better"  # cannot tell, and what it can be better by does not matter
+    unclear = "unclear"  # it may be better by what matters, or the measures contradict each other
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a difference must be: to be a finding, and to matter.
+
+    length: acceptance length of the file's reading, of which drafts are a share.
+    """
+
+    length: float
+    nats_found: float = 0.005
+    nats_matter: float = 0.02
+    share_found: float = 0.01
+    share_matters: float = 0.02
+
+    @classmethod
+    def of(cls, score: Score) -> Limits:
+        return cls(1 + score.expected_drafts)
+
+    def found(self, unit: str) -> float:
+        """The smallest difference that can be a finding, in nats or drafts."""
+        return self.nats_found if unit == "nats" else self.share_found * self.length
+
+    def matters(self, unit: str) -> float:
+        """The smallest difference that matters, in nats or drafts."""
+        return self.nats_matter if unit == "nats" else self.share_matters * self.length
 
 
 @dataclass(frozen=True)
@@ -50,7 +76,9 @@ class Row:
 class Candidate:
     """Another reading. ``patch`` holds what differs from the file's reading.
 
-    margin: nats a token saved against ``against``; accepted: accepted drafts a round gained.
+    margin: nats a token saved against ``against``; accepted: expected drafts a round gained.
+    Both over as many texts as ``score`` has: a reading that is hopeless on the first is not
+    scored on the others.
     """
 
     name: str
@@ -86,10 +114,10 @@ class Diagnosis:
     profile: Profile
     texts: int
     tokens: int
-    minimum: float
     contract: tuple[Row, ...]
     checks: tuple[Check, ...]
     score: Score | None
+    limits: Limits | None
     candidates: tuple[Candidate, ...]
     winner: Candidate | None
     verdict: Verdict
@@ -129,9 +157,9 @@ def _page(d: Diagnosis) -> Iterable[str]:
     for check in d.checks:
         mark = "ok  " if check.ok else "FAIL"
         yield from _wrap(f"{check.name}: {check.detail}", f"  {mark}  ", "        ")
-    if d.score is not None:
+    if d.score is not None and d.limits is not None:
         yield ""
-        yield from _readings(d, d.score)
+        yield from _readings(d, d.score, d.limits)
         yield ""
         yield from _runtimes(d.runtimes)
     if d.notes:
@@ -163,28 +191,38 @@ def _meaning(d: Diagnosis) -> str:
     )
 
 
-def _readings(d: Diagnosis, own: Score) -> Iterable[str]:
+def _readings(d: Diagnosis, own: Score, limits: Limits) -> Iterable[str]:
     yield f"Readings: the same weights under every reading of the file, depths 1-{DEPTH}"
     yield from _wrap(
         "accepted: share of chains whose drafts up to each depth are all right. cross entropy: of "
-        "chains that read the true tokens, nats, lower is better. saved: nats a token against "
-        f"the file's reading [95% interval over texts]; {d.minimum} or more is better",
+        "chains that read the true tokens, nats, lower is better. saved and gained: nats a token "
+        "and drafts a round against the file's reading [95% interval over texts]; what matters: "
+        f"{limits.nats_matter} nats, or {limits.matters('drafts'):.3f} drafts, which is "
+        f"{limits.share_matters:.0%} of the acceptance length",
         "  ",
     )
     first = [c for c in d.candidates if c.against == FILE]
     later = [c for c in d.candidates if c.against != FILE]
     wide = max([len(FILE), *(len(c.name) for c in first)])
     columns = len(_joined(own.acceptance))
-    yield f"  {'':<{wide}}  {'accepted':<{columns}} | {'cross entropy':<{columns}}  saved"
+    yield f"  {'':<{wide}}  {'accepted':<{columns}} | {'cross entropy':<{columns}}"
     yield f"  {FILE:<{wide}}  {numbers(own)}"
     for c in sorted(first, key=lambda c: -c.margin.value):
-        yield f"  {c.name:<{wide}}  {numbers(c.score)}  {c.margin.short} {c.outcome}"
+        yield f"  {c.name:<{wide}}  {numbers(c.score)}  {c.outcome}"
+        yield f"  {'':<{wide}}  {_against(c, own)}"
     for against in dict.fromkeys(c.against for c in later):
         yield f"  on top of {against}:"
         part = [c for c in later if c.against == against]
         for c in sorted(part, key=lambda c: -c.margin.value):
             added = c.name.removeprefix(f"{against} + ")
-            yield f"    {added:<{wide - 2}}  {numbers(c.score)}  {c.margin.short} {c.outcome}"
+            yield f"    {added:<{wide - 2}}  {numbers(c.score)}  {c.outcome}"
+            yield f"  {'':<{wide}}  {_against(c, own)}"
+
+
+def _against(c: Candidate, own: Score) -> str:
+    """``saved 0.049 [0.036, 0.060], gained 0.12 [0.08, 0.16]``"""
+    few = f", on {c.score.texts} texts" if c.score.texts < own.texts else ""
+    return f"saved {c.margin.short}, gained {c.accepted.short}{few}"
 
 
 FILE = "the file's"
@@ -205,7 +243,7 @@ def _runtimes(runtimes: Sequence[Runtime]) -> Iterable[str]:
         word = "refuses" if r.refused else "yes" if r.as_trained else "no"
         shown = ""
         if r.score is not None:
-            length = f"{r.score.accepted_drafts:.2f} of {DEPTH} accepted"
+            length = f"{r.score.expected_drafts:.2f} of {DEPTH} accepted"
             shown = f"  {_joined(r.score.acceptance)}  {length}"
         name = "as read" if r.profile is Profile.trained else str(r.profile)
         yield f"  {name:<9} {word:<8}{shown}".rstrip()

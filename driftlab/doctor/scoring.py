@@ -1,8 +1,9 @@
 """Readings of one drafter, scored on text that the target wrote.
 
-Forced chains give a cross entropy against the target's distribution, which is known at every
-depth because the chain reads the text's own tokens; free chains give acceptance. Both use all
-anchors of the text at once.
+Forced chains read the text's own tokens, so the target's distribution is known at every depth.
+They give a cross entropy, and acceptance as well: while its drafts are right, a free chain reads
+the same tokens, so that it accepts as many as the forced one drafts right in a row. All anchors
+of a text are computed at once, and every reading on the same ones.
 
 The drafter's distribution is mixed with a little of the uniform one over the whole vocabulary,
 ``(1 - MIX) q + MIX / V``, so that tokens outside the draft vocabulary have a cost and readings
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,7 +29,7 @@ from driftlab.data import grammar
 from driftlab.data.corpus import sources
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.data.text import Text
-from driftlab.engines.anchors import unroll
+from driftlab.engines.anchors import forced_states
 from driftlab.errors import DataError, NumericsError
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
@@ -37,7 +39,9 @@ DEPTH = 4
 MIX = 0.01
 TEXTS, ROUNDS = 24, 4
 BUDGET = 2**25  # numbers of the target's distributions held at once
-KEEP = 2**27  # numbers of them that are kept between two calls
+KEEP = 2**28  # numbers of them that are kept between two calls
+ROUNDING = 1e-5  # nats or drafts that single precision can make of nothing
+FEW = 4  # texts of a first look, below which there is none: one text in four
 
 Prompts = Sequence[Sequence[int]] | str | Path | None
 
@@ -106,44 +110,54 @@ def _prompt_ids(target: Target, prompts: Prompts) -> list[list[int]]:
 class Score:
     """One reading on one set of texts; tuples are over depths 1..DEPTH.
 
-    acceptance: share of free chains whose drafts 1..d all equal the text's tokens.
+    acceptance: share of chains whose drafts 1..d all equal the text's tokens.
     accuracy: share of forced chains whose draft d equals the text's token.
     cross_entropy: nats a token of the forced chain, against the target's distribution.
-    accepted_drafts: accepted drafts a round, of DEPTH.
+    accepted_drafts: accepted drafts a round, of DEPTH, as the text's tokens count them.
+    expected_drafts: the same with the last draft of every chain weighed by the target's
+        probability of it, and not by the token that the target happened to draw: on text
+        sampled at temperature 1 both mean the same, and this one varies less.
+
+    Samples hold one value a text, NaN where a text was not scored.
     """
 
     acceptance: tuple[float, ...]
     accuracy: tuple[float, ...]
     cross_entropy: tuple[float, ...]
     accepted_drafts: float
+    expected_drafts: float
     anchors: int
+    texts: int
     entropy_by_text: Sample
-    accepted_by_text: Sample
+    expected_by_text: Sample
 
 
 class _Sums:
     """Sums over anchors of each text, [texts, DEPTH]."""
 
     def __init__(self, texts: int) -> None:
-        self.n = np.zeros((texts, DEPTH))
+        self.n = np.zeros(texts)
         self.loss = np.zeros((texts, DEPTH))
         self.right = np.zeros((texts, DEPTH))
         self.accepted = np.zeros((texts, DEPTH))
+        self.expected = np.zeros((texts, DEPTH))
+        self.done: set[int] = set()
 
     def score(self) -> Score:
-        n = self.n.sum(axis=0)
-        weights = self.n[:, 0]
+        total = self.n.sum()
         with np.errstate(invalid="ignore"):
-            loss = self.loss.mean(axis=1) / weights
-            accepted = self.accepted.sum(axis=1) / weights
+            loss = self.loss.mean(axis=1) / self.n
+            expected = self.expected.sum(axis=1) / self.n
         return Score(
-            acceptance=tuple((self.accepted.sum(axis=0) / n).tolist()),
-            accuracy=tuple((self.right.sum(axis=0) / n).tolist()),
-            cross_entropy=tuple((self.loss.sum(axis=0) / n).tolist()),
-            accepted_drafts=float(self.accepted.sum() / n[0]),
-            anchors=int(n[0]),
-            entropy_by_text=Sample(loss[None], weights[None]),
-            accepted_by_text=Sample(accepted[None], weights[None]),
+            acceptance=tuple((self.accepted.sum(axis=0) / total).tolist()),
+            accuracy=tuple((self.right.sum(axis=0) / total).tolist()),
+            cross_entropy=tuple((self.loss.sum(axis=0) / total).tolist()),
+            accepted_drafts=float(self.accepted.sum() / total),
+            expected_drafts=float(self.expected.sum() / total),
+            anchors=int(total),
+            texts=int((self.n > 0).sum()),
+            entropy_by_text=Sample(loss[None], self.n[None]),
+            expected_by_text=Sample(expected[None], self.n[None]),
         )
 
 
@@ -153,6 +167,7 @@ class _Batch:
 
     p [B, S - first, V]: its distributions from position ``first`` on, where anchors begin.
     states: boundary -> [B, S, Ht]; last: the state after the final norm.
+    mapped: the last vocabulary map that was asked for, and p of its ids.
     """
 
     rows: list[int]
@@ -162,10 +177,18 @@ class _Batch:
     p: Tensor | None = None
     states: dict[int, Tensor] = field(default_factory=dict)
     last: Tensor | None = None
+    mapped: tuple[Tensor, Tensor] | None = None
 
     @property
     def first(self) -> int:
         return int(self.starts.min())
+
+    def reachable(self, ids: Tensor) -> Tensor:
+        """The target's probabilities of ``ids`` [Vd], [B, S - first, Vd]."""
+        assert self.p is not None
+        if self.mapped is None or not torch.equal(self.mapped[0], ids):
+            self.mapped = ids, self.p.to(ids.device)[..., ids]
+        return self.mapped[1]
 
 
 class Bench:
@@ -178,34 +201,55 @@ class Bench:
 
     def __init__(self, target: Target, texts: Sequence[Text]) -> None:
         self.target, self.texts = target, list(texts)
-        self._batches = [self._batch(rows) for rows in _batches(self.texts, target.vocab_size)]
-        self._scores: dict[tuple[Any, ...], Score] = {}
+        whole = range(len(self.texts))
+        looks = [whole[::4], [i for i in whole if i % 4]]
+        if len(looks[0]) < FEW:
+            looks = [[], whole]
+        self._looks = [
+            [self._batch(rows) for rows in _batches(self.texts, look, target.vocab_size)]
+            for look in looks
+        ]
+        self._wanted: set[int] = set()
+        self._sums: dict[tuple[Any, ...], _Sums] = {}
         self._digests: dict[int, tuple[Tensor, bytes]] = {}
 
+    def prepare(self, boundaries: Iterable[int]) -> None:
+        """Name boundaries that later readings capture, so that one pass of the target does."""
+        self._wanted |= set(boundaries)
+
     @torch.inference_mode()
-    def score(self, readings: Mapping[str, Drafter], *, progress: str = "") -> dict[str, Score]:
+    def score(
+        self, readings: Mapping[str, Drafter], *, first: bool = False, progress: str = ""
+    ) -> dict[str, Score]:
         """Score every reading on the same anchors of the same texts.
+
+        ``first`` asks for a quarter of the texts only, or all where there are few; a reading
+        that was scored on more before keeps that.
 
         Raises NumericsError when a reading's logits are not finite.
         """
         keys = {name: self._key(drafter) for name, drafter in readings.items()}
-        new = {keys[n]: d for n, d in readings.items() if keys[n] not in self._scores}
-        names = {keys[n]: n for n in readings}
-        sums = {key: _Sums(len(self.texts)) for key in new}
-        wanted = sorted({b for d in new.values() for b in d.config.boundaries})
-        with tqdm(
-            total=len(self._batches) * len(new),
-            desc=progress,
-            disable=None if progress and new else True,
-        ) as bar:
-            for batch in self._batches if new else ():
-                self._run_target(batch, wanted)
-                for key, drafter in new.items():
-                    _add(sums[key], names[key], drafter, batch)
-                    bar.update(1)
-                self._forget(batch)
-        self._scores |= {key: found.score() for key, found in sums.items()}
-        return {name: self._scores[key] for name, key in keys.items()}
+        for key in keys.values():
+            self._sums.setdefault(key, _Sums(len(self.texts)))
+        drafters = {keys[n]: (n, d) for n, d in readings.items()}
+        self.prepare(b for d in readings.values() for b in d.config.boundaries)
+        looks = [0] if first and self._looks[0] else [0, 1]
+        new = {
+            look: {k: d for k, d in drafters.items() if look not in self._sums[k].done}
+            for look in looks
+        }
+        total = sum(len(self._looks[look]) * len(new[look]) for look in looks)
+        with tqdm(total=total, desc=progress, disable=None if progress and total else True) as bar:
+            for look in looks:
+                for batch in self._looks[look] if new[look] else ():
+                    self._run_target(batch)
+                    for key, (name, drafter) in new[look].items():
+                        _add(self._sums[key], name, drafter, batch)
+                        bar.update(1)
+                    self._forget(batch)
+                for key in new[look]:
+                    self._sums[key].done.add(look)
+        return {name: self._sums[key].score() for name, key in keys.items()}
 
     def _batch(self, rows: list[int]) -> _Batch:
         part = [self.texts[i] for i in rows]
@@ -215,25 +259,23 @@ class Bench:
             row[: len(text.tokens)] = torch.tensor(text.tokens)
         return _Batch(rows, tokens, lengths, torch.tensor([t.prompt_len - 1 for t in part]))
 
-    def _run_target(self, batch: _Batch, wanted: Sequence[int]) -> None:
-        missing = sorted(set(wanted) - set(batch.states))
+    def _run_target(self, batch: _Batch) -> None:
+        missing = sorted(self._wanted - set(batch.states))
         if batch.p is not None and not missing:
             return
-        new = batch.p is None
-        out = self.target.forward(batch.tokens, batch.lengths, missing, logits=new)
-        if new:
-            assert out.logits is not None  # asked for
-            batch.p = out.logits[:, batch.first :].float().softmax(dim=-1)
+        out = self.target.forward(batch.tokens, batch.lengths, missing, logits=False)
+        if batch.p is None:
             batch.last = out.last
+            batch.p = self.target.head(out.last[:, batch.first :]).float().softmax(dim=-1)
         if missing:
             batch.states |= zip(
                 missing, out.aux.split(self.target.hidden_size, dim=-1), strict=True
             )
 
     def _forget(self, batch: _Batch) -> None:
-        held = sum(b.p.numel() for b in self._batches if b.p is not None)
+        held = sum(b.p.numel() for look in self._looks for b in look if b.p is not None)
         if held > KEEP:
-            batch.p, batch.last = None, None
+            batch.p, batch.last, batch.mapped = None, None, None
             batch.states.clear()
 
     def _key(self, drafter: Drafter) -> tuple[Any, ...]:
@@ -252,9 +294,9 @@ class Bench:
         return known[1]
 
 
-def _batches(texts: Sequence[Text], vocab: int) -> Iterator[list[int]]:
+def _batches(texts: Sequence[Text], chosen: Iterable[int], vocab: int) -> Iterator[list[int]]:
     """Texts of like length together, as many as fit the budget."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
+    order = sorted(chosen, key=lambda i: len(texts[i].tokens))
     held: list[int] = []
     for i in order:
         if held and (len(held) + 1) * len(texts[i].tokens) * vocab > BUDGET:
@@ -272,41 +314,80 @@ def _add(sums: _Sums, name: str, drafter: Drafter, batch: _Batch) -> None:
     tokens, lengths, starts = (
         t.to(aux.device) for t in (batch.tokens, batch.lengths, batch.starts)
     )
-    anchors = torch.arange(batch.first, int(lengths.max()) - 1 - DEPTH, device=aux.device)
+    first, rows, vocab = batch.first, batch.rows, batch.p.shape[-1]
+    anchors = torch.arange(first, int(lengths.max()) - 1 - DEPTH, device=aux.device)
     keep = (anchors >= starts[:, None]) & (anchors < lengths[:, None] - 1 - DEPTH)
-    floor = math.log(MIX / batch.p.shape[-1])
-    reachable = batch.p.to(aux.device)[..., drafter.draft_to_target]
-    rows = batch.rows
+    reachable = batch.reachable(drafter.draft_to_target)
+    floor = MIX / vocab
+    chosen = anchors - first
 
     def total(x: Tensor) -> np.ndarray:
         return np.asarray((x * keep).sum(dim=1, dtype=torch.float64).cpu())
 
-    common = {"depth": DEPTH, "lengths": lengths, "anchors": anchors}
-    for step in unroll(drafter, tokens, aux, mode="forced", **common):  # type: ignore[arg-type]
-        d = step.depth - 1
-        if not bool(torch.isfinite(step.logits[keep]).all()):
+    sums.n[rows] = total(torch.ones_like(keep))
+    alive = keep.clone()
+    for state in forced_states(drafter, tokens, aux, depth=DEPTH, first=first):
+        logits = drafter.logits(state.select(chosen)).float()
+        if not bool(torch.isfinite(logits.sum(dim=-1)[keep]).all()):
             raise NumericsError(
                 f"the reading {name!r} gives logits that are not finite",
-                got=f"depth {step.depth}",
+                got=f"depth {state.depth}",
                 remedy="Look for damaged tensors, or states that overflow.",
             )
-        log_q = step.logits.float().log_softmax(dim=-1) + math.log1p(-MIX)
-        log_q = torch.logaddexp(log_q, torch.full((), floor, device=log_q.device))
-        wanted = reachable[:, anchors - batch.first + step.depth]
-        loss = -(wanted * log_q).sum(-1) - (1 - wanted.sum(-1)) * floor
-        sums.n[rows, d] += total(torch.ones_like(loss))
-        sums.loss[rows, d] += total(loss)
-        sums.right[rows, d] += total(step.draft == step.truth)
-    alive = keep.clone()
-    for step in unroll(drafter, tokens, aux, mode="free", **common):  # type: ignore[arg-type]
-        alive = alive & (step.draft == step.truth)
-        sums.accepted[rows, step.depth - 1] += total(alive)
+        best = logits.argmax(dim=-1, keepdim=True)
+        wanted = reachable[:, chosen + state.depth]
+        log_q = logits.softmax(dim=-1).mul_(1 - MIX).add_(floor).log_()
+        loss = -torch.linalg.vecdot(wanted, log_q) - (1 - wanted.sum(-1)) * math.log(floor)
+        right = drafter.to_target(best[..., 0]) == tokens[:, anchors + 1 + state.depth]
+        d = state.depth - 1
+        sums.loss[rows, d] = total(loss)
+        sums.right[rows, d] = total(right)
+        sums.expected[rows, d] = total(alive * wanted.gather(-1, best)[..., 0])
+        alive = alive & right
+        sums.accepted[rows, d] = total(alive)
 
 
 def margins(old: Score, new: Score, *, seed: int = 0) -> tuple[Estimate, Estimate]:
     """How much better ``new`` is: cross entropy saved (nats a token, mean over depths), and
-    accepted drafts gained a round; paired bootstrap over texts."""
-    return (
-        estimate([old.entropy_by_text, new.entropy_by_text], [1, -1], unit="nats", seed=seed),
-        estimate([new.accepted_by_text, old.accepted_by_text], [1, -1], unit="drafts", seed=seed),
+    expected drafts gained a round; paired by anchor, over the texts that both were scored on.
+
+    Intervals are a bootstrap over texts, p values those of Student's t over texts: a correction
+    for many readings looks at tails that a bootstrap of few texts does not have.
+    """
+    pairs = (
+        ("nats", new.entropy_by_text, old.entropy_by_text, -1.0),
+        ("drafts", new.expected_by_text, old.expected_by_text, 1.0),
     )
+    nats, drafts = (
+        replace(estimate([b, a], [sign, -sign], unit=unit, seed=seed), p=paired_p(b, a))
+        for unit, b, a, sign in pairs
+    )
+    return nats, drafts
+
+
+def saved(old: Score, new: Score) -> float:
+    """Nats a token that ``new`` saves, over the texts that both were scored on."""
+    a, b = old.entropy_by_text, new.entropy_by_text
+    assert a.weights is not None
+    there = np.isfinite(a.values) & np.isfinite(b.values)
+    return float(np.average((a.values - b.values)[there], weights=a.weights[there]))
+
+
+def paired_p(a: Sample, b: Sample) -> float:
+    """Two-sided p of no difference between two weighted means over the same texts.
+
+    Student's t of the mean of differences, each text weighed by its anchors (linearised ratio).
+    """
+    assert a.weights is not None
+    there = np.isfinite(a.values[0]) & np.isfinite(b.values[0])
+    d, w = (a.values - b.values)[0][there], a.weights[0][there]
+    n = len(d)
+    if n < 2:
+        return math.nan
+    mean = float((w * d).sum() / w.sum())
+    spread = math.sqrt(n / (n - 1) * float(((w * (d - mean)) ** 2).sum())) / float(w.sum())
+    if abs(mean) < ROUNDING:
+        return 1.0
+    if spread <= 1e-12 * abs(mean):
+        return 0.0
+    return float(2 * student.sf(abs(mean) / spread, n - 1))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.config import DrafterConfig, Feedback, FusionNorm, Residual, Rope
+from driftlab.config import DrafterConfig, Feedback, FusionNorm, Origin, Residual, Rope
 from driftlab.errors import CheckpointError
 from driftlab.models.checkpoints.boundaries import IDS
 from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
@@ -46,6 +46,14 @@ def lay_out(drafter: Drafter, dialect: Dialect, target: TargetLike | None) -> La
             remedy=f"Layouts: {', '.join([Dialect.driftlab, *_LAYOUTS])}.",
         )
     config = drafter.config
+    said = drafter.provenance.get("double_hidden_norm")
+    if config.double_hidden_norm and said is not None and said.origin is Origin.assumed:
+        raise CheckpointError(
+            f"the {dialect} layout cannot hold the double hidden norm, which was assumed",
+            got=said.where,
+            remedy="Let the weights settle it: driftlab doctor --target TARGET --drafter DRAFTER "
+            f"--fix FOLDER; then driftlab export FOLDER --to {dialect} --out OUT.",
+        )
     _refuse(
         dialect,
         (
