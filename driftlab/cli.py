@@ -281,7 +281,10 @@ def bench(
         list[str] | None, typer.Option(help="Only this stage; may be given several times.")
     ] = None,
     smoke: Annotated[bool, typer.Option(help="Small sizes, well under a minute.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each case; fewer where one is long.")
+    ] = 5,
+    limit: Annotated[float, typer.Option(min=0, help="Seconds after which a stage ends.")] = 900,
     peer: Annotated[
         list[str] | None, typer.Option(help="NAME=COMMAND of another trainer to time.")
     ] = None,
@@ -289,21 +292,40 @@ def bench(
         Path, typer.Option(help="A finished run, of which figures are drawn.")
     ] = Path("runs/micro"),
     out: Annotated[Path | None, typer.Option(help="Folder for table and figure.")] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Only put stored tables into this page, where it names them."),
+    ] = None,
 ) -> None:
     """Measure the machine, and how near each stage comes to it and to the alternatives."""
-    from driftlab.bench import machine, run
     from driftlab.results import bench_figure, bench_rows
+
+    if page is not None:
+        for path in bench_rows.fill(page):
+            typer.echo(f"{page}: {path}")
+        return
+    from driftlab.bench import machine, run
 
     peers = dict(_named(word) for word in peer or ())
     done: list[bench_rows.Row] = []
-    for found, rows in run(
-        stage or (), smoke=smoke, repeats=repeats, peers=peers, stored=stored, say=typer.echo
+    measured: list[bench_rows.Row] = []
+    for found, row in run(
+        stage or (),
+        smoke=smoke,
+        repeats=repeats,
+        peers=peers,
+        stored=stored,
+        say=typer.echo,
+        limit=limit,
     ):
-        done += rows
+        done.append(row)
         if out is not None:
-            bench_figure.draw(out, bench_rows.store(out, machine.stored(found), rows))
+            # A stage that is killed leaves the rows that it has.
+            own = [x for x in done if x.stage == row.stage]
+            measured = bench_rows.store(out, machine.stored(found), own)
     typer.echo(f"\n{bench_rows.table(done)}\n\n{bench_rows.goals(done)}")
     if out is not None:
+        bench_figure.draw(out, measured)
         typer.echo(f"\n{out}: bench.json, bench.csv, bench.png, bench.pdf")
 
 

@@ -5,6 +5,7 @@ Every figure says what it is a ratio of. Nothing is asserted: a slow machine is 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +42,12 @@ def run(
     peers: dict[str, str],
     stored: Path,
     say: Callable[[str], None],
-) -> Iterator[tuple[machine.Machine, list[Row]]]:
+    limit: float = math.inf,
+) -> Iterator[tuple[machine.Machine, Row]]:
     """Measure the machine, then stage by stage; () is all that need not be named.
 
-    Yields the machine and a stage's rows as soon as they are there.
+    Yields the machine and a row as soon as it is there. A stage that has lasted ``limit`` s ends
+    with the rows that it has; what is being timed is not cut short.
 
     peers: name -> command of other trainers (see `driftlab.bench.peers`). stored: a finished run,
     of which figures are drawn. ``say`` is told what was done, as it is done.
@@ -64,6 +67,10 @@ def run(
             bench = Bench(found, device, not smoke, repeats, Path(folder), stored, peers, say)
             for name in chosen:
                 start = time.monotonic()
-                rows = list(STAGES[name](bench))
+                here = replace(found, facts=machine.describe(device))
+                for row in STAGES[name](replace(bench, until=start + limit)):
+                    yield here, row
+                    if time.monotonic() > start + limit:
+                        say(f"{name}: ended by its limit of {limit:.0f} s, with the rows so far")
+                        break
                 say(f"{name}: {time.monotonic() - start:.1f} s")
-                yield replace(found, facts=machine.describe(device)), rows

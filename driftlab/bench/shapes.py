@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from driftlab.bench.count import TargetShape
 from driftlab.bench.machine import Machine
+from driftlab.bench.timing import Call, Sample, race
 from driftlab.config import DrafterConfig, Rope
 from driftlab.data.text import Text
 from driftlab.engines.train import initialise
@@ -25,6 +27,8 @@ class Bench:
     """What every stage is told.
 
     full: not a smoke run. work: a folder for files. stored: a finished run. peers: name -> command.
+    repeats: the most turns of a race; full sizes take fewer where a turn is long. until: when the
+    stage is to end, by `time.monotonic`.
     """
 
     machine: Machine
@@ -35,6 +39,11 @@ class Bench:
     stored: Path
     peers: dict[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = print
+    until: float = math.inf
+
+    def race(self, calls: Mapping[str, Call], budget: float = 30.0) -> dict[str, list[Sample]]:
+        """Let ``calls`` take turns for about ``budget`` s of busy time; see `timing.race`."""
+        return race(calls, self.repeats, self.device, budget=budget, until=self.until)
 
     def peak(self, dtype: torch.dtype) -> float:
         return self.machine.peak[str(dtype).removeprefix("torch."), 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from driftlab.bench import count, shapes
 from driftlab.bench.drafting import work
 from driftlab.bench.shapes import Bench
-from driftlab.bench.timing import race, ratio
+from driftlab.bench.timing import Call, ratio
 from driftlab.models.target import Target
 from driftlab.results.bench_rows import Row
 
@@ -21,54 +21,65 @@ def continuation(bench: Bench) -> Iterator[Row]:
     """Greedy text of many prompts side by side, against the library's own ``generate``."""
     full = bench.full
     shape = shapes.MIDDLE_TARGET if full else shapes.SMALL_TARGET
-    rows, new = (64, 48) if full else (16, 16)
+    rows, new = (64, 24) if full else (16, 16)
     for dtype in (torch.float32, torch.bfloat16):
-        target = shapes.random_target(shape, dtype, bench.device)
-        lengths = [16 + (i * 7) % 33 for i in range(rows)]
-        prompts = [
-            list(shapes.random_text(n, shape.vocabulary, seed=i).tokens)
-            for i, n in enumerate(lengths)
-        ]
-        # The library takes one length: padding on the left, masked.
-        width = max(lengths)
-        ids = torch.zeros(rows, width, dtype=torch.int64)
-        mask = torch.zeros(rows, width, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, width - len(prompt) :] = 1
-        ids, mask = ids.to(bench.device), mask.to(bench.device)
+        yield from _continued(bench, shape, dtype, rows, new)
 
-        ours = partial(target.generate, prompts, max_new_tokens=new, batch=rows)
-        library = partial(_generate, target, ids, mask, new)
-        same = _agreement(ours(), library(), width)
-        found = race({"driftlab": ours, "generate": library}, bench.repeats, bench.device, warm=0)
-        keys = sum(lengths) / rows
-        one = count.target_forward(shape, rows, keys + new / 2, logits=rows, size=dtype.itemsize)
-        one += count.Work(
-            bytes=2
-            * dtype.itemsize
-            * (rows - 1)
-            * keys
-            * shape.layers
-            * shape.kv_heads
-            * shape.head_dim
-        )
-        done = one.times(new - 1) + count.target_forward(
-            shape, sum(lengths), keys / 2, logits=rows, size=dtype.itemsize
-        )
-        size = f"batch={rows} new={new} layers={shape.layers} H={shape.width}"
-        name = str(dtype).removeprefix("torch.")
-        common: dict[str, Any] = {"stage": "continuation", "size": size, "dtype": name}
-        yield Row(**common, case="HF generate", **work(bench, done, found["generate"], dtype))
-        yield Row(
-            **common,
-            case="driftlab",
-            **work(bench, done, found["driftlab"], dtype),
-            ratio=ratio(found["generate"], found["driftlab"]),
-            of="HF generate / driftlab",
-            goal="2 or more (bf16)",
-            note=f"{100 * same:.1f}% of the tokens are the same",
-        )
+
+def _continued(
+    bench: Bench, shape: count.TargetShape, dtype: torch.dtype, rows: int, new: int
+) -> Iterator[Row]:
+    target = shapes.random_target(shape, dtype, bench.device)
+    lengths = [16 + (i * 7) % 33 for i in range(rows)]
+    prompts = [
+        list(shapes.random_text(n, shape.vocabulary, seed=i).tokens) for i, n in enumerate(lengths)
+    ]
+    # The library takes one length: padding on the left, masked.
+    width = max(lengths)
+    ids = torch.zeros(rows, width, dtype=torch.int64)
+    mask = torch.zeros(rows, width, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    ids, mask = ids.to(bench.device), mask.to(bench.device)
+
+    said: dict[str, Any] = {}
+
+    def ours() -> None:
+        said["driftlab"] = target.generate(prompts, max_new_tokens=new, batch=rows)
+
+    def library() -> None:
+        said["generate"] = _generate(target, ids, mask, new)
+
+    found = bench.race({"driftlab": ours, "generate": library})
+    same = _agreement(said["driftlab"], said["generate"], width)
+    keys = sum(lengths) / rows
+    one = count.target_forward(shape, rows, keys + new / 2, logits=rows, size=dtype.itemsize)
+    one += count.Work(
+        bytes=2
+        * dtype.itemsize
+        * (rows - 1)
+        * keys
+        * shape.layers
+        * shape.kv_heads
+        * shape.head_dim
+    )
+    done = one.times(new - 1) + count.target_forward(
+        shape, sum(lengths), keys / 2, logits=rows, size=dtype.itemsize
+    )
+    size = f"batch={rows} new={new} layers={shape.layers} H={shape.width}"
+    name = str(dtype).removeprefix("torch.")
+    common: dict[str, Any] = {"stage": "continuation", "size": size, "dtype": name}
+    yield Row(**common, case="HF generate", **work(bench, done, found["generate"], dtype))
+    yield Row(
+        **common,
+        case="driftlab",
+        **work(bench, done, found["driftlab"], dtype),
+        ratio=ratio(found["generate"], found["driftlab"]),
+        of="HF generate / driftlab",
+        goal="2 or more (bf16)",
+        note=f"{100 * same:.1f}% of the tokens are the same",
+    )
 
 
 def _generate(target: Target, ids: Tensor, mask: Tensor, new: int) -> Tensor:
@@ -109,11 +120,11 @@ def states(bench: Bench) -> Iterator[Row]:
         ids = torch.tensor([shapes.random_text(tokens, shape.vocabulary).tokens] * 2)
         lengths, placed = torch.tensor([tokens, tokens]), ids.to(bench.device)
 
-        calls: dict[str, Callable[[], object]] = {
+        calls: dict[str, Call] = {
             "captured": partial(target.forward, ids, lengths, boundaries, logits=False),
             "HF forward": partial(_decode, target, placed),
         }
-        found = race(calls, bench.repeats, bench.device)
+        found = bench.race(calls)
         done = count.target_forward(shape, 2 * tokens, tokens / 2, logits=0)
         common: dict[str, Any] = {
             "stage": "captured states",

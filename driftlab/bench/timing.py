@@ -6,6 +6,7 @@ a rival's own process), and on a GPU the time between two events, say what the w
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -45,16 +46,30 @@ def sample(call: Call, device: torch.device) -> Sample:
 
 
 def race(
-    calls: Mapping[str, Call], repeats: int, device: torch.device, *, warm: int = 1
+    calls: Mapping[str, Call],
+    repeats: int,
+    device: torch.device,
+    *,
+    budget: float = math.inf,
+    until: float = math.inf,
 ) -> dict[str, list[Sample]]:
-    """Run all ``calls`` in turn, A B A B .., ``repeats`` times after ``warm`` unmeasured rounds."""
-    found: dict[str, list[Sample]] = {name: [] for name in calls}
-    for turn in range(-warm, repeats):
-        for name, call in calls.items():
-            one = sample(call, device)
-            if turn >= 0:
-                found[name].append(one)
-    return found
+    """Run all ``calls`` in turn, A B A B .., ``repeats`` times after a turn that only warms up.
+
+    Where time is short there are fewer turns, at least one, and the first of them counts.
+
+    budget: s of busy time; no turn begins that would go beyond it. until: of `time.monotonic`;
+    no turn begins after it.
+    """
+    turns: list[dict[str, Sample]] = []
+    spent = longest = 0.0
+    while len(turns) <= repeats:
+        if turns and (spent + longest > budget or time.monotonic() > until):
+            break
+        turns.append({name: sample(call, device) for name, call in calls.items()})
+        longest = max(longest, sum(x.busy for x in turns[-1].values()))
+        spent += sum(x.busy for x in turns[-1].values())
+    counted = turns[1:] if len(turns) > repeats else turns
+    return {name: [turn[name] for turn in counted] for name in calls}
 
 
 def ratio(slow: list[Sample], fast: list[Sample]) -> float:

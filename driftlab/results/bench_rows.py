@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -48,14 +49,7 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
     Raises DataError when the folder's bench.json cannot be read.
     """
     path = folder / "bench.json"
-    stages: dict[str, Any] = {}
-    if path.exists():
-        try:
-            stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise DataError(
-                f"{path} is no benchmark", got=error, remedy="Delete it, or name another --out."
-            ) from None
+    stages = _stages(path) if path.exists() else {}
     for name in dict.fromkeys(row.stage for row in rows):
         own = [asdict(row) for row in rows if row.stage == name]
         stages[name] = {"machine": dict(machine), "rows": own}
@@ -69,6 +63,15 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
         writer.writeheader()
         writer.writerows({k: _short(v) for k, v in asdict(row).items()} for row in everything)
     return everything
+
+
+def _stages(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["stages"])
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DataError(
+            f"{path} is no benchmark", got=error, remedy="Delete it, or name another --out."
+        ) from None
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -96,6 +99,57 @@ def goals(rows: Sequence[Row]) -> str:
         f"{row.stage}: {row.of}, {row.size} {row.dtype}: {row.ratio:.2f}, to reach {row.goal}"
         for row in rows
         if row.goal and row.ratio is not None
+    )
+
+
+def fill(page: Path) -> list[str]:
+    """Put stored benchmarks into a Markdown page, and return the paths that it names.
+
+    A table stands between ``<!-- bench: PATH -->`` and ``<!-- end -->``, PATH being that of a
+    bench.json, as seen from the page.
+
+    Raises DataError when there is no such place in the page, or a benchmark cannot be read.
+    """
+    text = page.read_text(encoding="utf-8")
+    named = _PLACE.findall(text)
+    if not named:
+        raise DataError(f"{page} has no place for a table", remedy="See docs/benchmarks.md.")
+
+    def table_of(place: re.Match[str]) -> str:
+        return f"{place[1]}\n\n{markdown(page.parent / place[2])}\n\n{place[3]}"
+
+    with atomic_file(page) as file:
+        file.write(_PLACE.sub(table_of, text).encode())
+    return [path for _, path, _ in named]
+
+
+_PLACE = re.compile(r"(<!-- bench: (\S+) -->)\n.*?(<!-- end -->)", re.DOTALL)
+
+
+def markdown(path: Path) -> str:
+    """A stored benchmark as a page shows it: the machine, then a table of all rows."""
+    stages = _stages(path)
+    lines = [*dict.fromkeys(_machine(stage["machine"]) for stage in stages.values()), ""]
+    lines += ["| stage | case | size | dtype | busy s | n | roof | MiB | ratio | to reach |"]
+    lines += ["|" + "---|" * 10]
+    for row in (Row(**row) for stage in stages.values() for row in stage["rows"]):
+        cells = (
+            *(row.stage, row.case, row.size, row.dtype, _short(row.busy), str(row.n or "")),
+            "" if row.share is None else f"{100 * row.share:.0f}%",
+            "" if row.memory is None else f"{row.memory:.0f}",
+            "" if row.ratio is None else f"{row.ratio:.3g} = {row.of}",
+            row.goal,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    speeds = ", ".join(f"{name} {peak}" for name, peak in facts.get("gemm_gflops", {}).items())
+    return (
+        f"{facts.get('device', facts.get('processor'))}, {facts.get('cores')} cores, "
+        f"{facts.get('memory_gib')} GiB, {facts.get('date')}, torch {facts.get('torch')}. "
+        f"GEMM in GFLOP/s: {speeds}; copy {facts.get('copy_gbs')} GB/s."
     )
 
 
