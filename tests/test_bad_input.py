@@ -119,6 +119,17 @@ def test_a_rotation_whose_type_is_no_name_is_unknown(tmp_path: Path, kind: Any) 
         fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
 
 
+def test_more_layers_than_any_file_holds(tmp_path: Path) -> None:
+    """Nothing is counted up to a number that stands in a file."""
+    text, weights, _ = fuzz.own()
+    config = json.loads(text)
+    config["config"]["num_layers"] = 10**12
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match="1000000000000 layers cannot be in the file"):
+        fuzz.load_drafter(tmp_path)
+
+
 def test_every_fault_names_a_remedy_or_the_thing_itself() -> None:
     """Over one input of every target: a cause of one line that is not empty."""
     said = []

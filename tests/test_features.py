@@ -267,6 +267,17 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str, how: str) -> None:
         FeatureStore(tmp_path).open(made.key)
 
 
+@pytest.mark.usefixtures("small_shards")
+def test_a_manifest_without_a_checksum_is_damaged(tmp_path: Path) -> None:
+    made = build(tmp_path)
+    path = tmp_path / made.key / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["shards"][2]["sha256"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged or missing"):
+        FeatureStore(tmp_path).open(made.key)
+
+
 @pytest.mark.parametrize("field", ["last_state", "format", "key"])
 @pytest.mark.parametrize("value", ["pre_final_norm", None])
 def test_states_of_another_kind_are_refused(tmp_path: Path, field: str, value: Any) -> None:

@@ -104,6 +104,21 @@ def test_rows_equal_what_captured_values_give(variant: str, mode: str) -> None:
                 np.testing.assert_allclose(ours[name], values, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_right_draft_after_a_wrong_one_is_not_accepted(wrong: int) -> None:
+    """A random drafter is hardly ever right, so the text is made of its own drafts."""
+    made, prompt = pairs.drafter(), pairs.ids(8).tolist()
+    blank = pairs.as_text(prompt, [5] * (1 + SPEC.depth))
+    (one,) = measured(made, [blank])
+    drafts = frame(one, "steps", "free").sort_values("depth")["draft"].tolist()
+    assert len(drafts) == SPEC.depth > wrong + 1, "one anchor, and a depth after the wrong one"
+    drafts[wrong] = (drafts[wrong] + 1) % pairs.VOCAB
+    (one,) = measured(made, [pairs.as_text(prompt, [5, *drafts])])
+    rows = frame(one, "steps", "free").sort_values("depth")
+    assert rows["correct"].tolist() == [d != wrong for d in range(SPEC.depth)]
+    assert rows["accepted"].tolist() == [d < wrong for d in range(SPEC.depth)]
+
+
 def _slow_attention(
     pattern: Tensor, anchors: Tensor, depth: int, text: Text
 ) -> dict[str, np.ndarray]:

@@ -127,6 +127,15 @@ def test_pooled_rates_are_scipys_ratio_of_sums() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
 
 
+def test_every_side_of_a_difference_is_pooled_over_its_own_chances() -> None:
+    """0.9 of 10 and 0.2 of 30 are 15 of 40, 0.5 of 2 and 0.25 of 8 are 3 of 10."""
+    many = Sample(np.array([[0.9, 0.2]]), np.array([[10.0, 30.0]]))
+    few = Sample(np.array([[0.5, 0.25]]), np.array([[2.0, 8.0]]))
+    result = estimate([many, few], [1, -1], resamples=50)
+    assert result.value == pytest.approx(15 / 40 - 3 / 10)
+    assert result.by_seed == pytest.approx([15 / 40 - 3 / 10])
+
+
 def test_growth_is_a_ratio_of_geometric_means() -> None:
     first = np.array([[1.0, 2.0, 4.0]])
     last = np.array([[3.0, 2.0, 8.0]])
@@ -266,6 +275,16 @@ def test_p_values_are_small_only_when_there_is_something() -> None:
         a, b = rng.normal(0, 1, (2, 1, 30))
         small += estimate([Sample(a), Sample(b)], [1, -1], resamples=50).p < 0.05
     assert small <= 9  # 3 expected
+
+
+@pytest.mark.parametrize("effect", [0.08, -0.15])
+def test_a_p_value_has_two_tails(effect: float) -> None:
+    a, b = RNG(12).normal(0, 1, (2, 1, 150))
+    a += effect - (a - b).mean()
+    p = estimate([Sample(a), Sample(b)], [1, -1], resamples=50).p
+    theirs = scipy_stats.ttest_rel(a[0], b[0]).pvalue
+    assert 0.1 < theirs < 0.7, "neither so small nor so large that a half could be taken for it"
+    assert p == pytest.approx(theirs, rel=0.15)
 
 
 def test_the_smallest_effect_is_what_four_in_five_runs_find() -> None:

@@ -267,9 +267,9 @@ class Features:
             self._verify_texts()
             self.texts: tuple[Text, ...] = self._read_texts()
             self._verify_manifest()
+            self._verify()
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("manifest.json", error) from None
-        self._verify()
         # Where each text lies: its shard, and its first row there.
         self._place: list[tuple[_Shard, int]] = []
         for shard in self._shards:

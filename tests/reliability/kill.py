@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import small
 
-from driftlab import cli, experiment
+from driftlab import cli
 from driftlab.engines import pool
+from driftlab.experiment import texts
 
 VERBS = ("ablate", "train")
 SIZES = [s for s in small.SETTINGS if not s.startswith(("axes", "seeds", "workers"))]
@@ -135,7 +136,7 @@ def main() -> None:
     forked = multiprocessing.context.ForkContext
     pool.multiprocessing.get_context = lambda kind: forked()  # type: ignore[assignment]
     cli._finish = lambda run: None
-    vars(experiment).update(small.MICRO)
+    vars(texts).update(small.MICRO)
     hits: Counter[str] = Counter()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

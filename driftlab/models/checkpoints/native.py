@@ -108,9 +108,15 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
 def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
     """The vocabulary map, after every tensor was found to have its name and shape."""
     fields = {name: getattr(config, name) for name in DrafterConfig.model_fields}
+    have = {name: tuple(tensor.shape) for name, tensor in files.tensors.items()}
+    if config.num_layers > len(have):  # before a name is made for each of them
+        raise CheckpointError(
+            f"{files.folder / CONFIG}: {config.num_layers} layers cannot be in the file",
+            got=f"{len(have)} tensors",
+            remedy="Write the drafter again with save_drafter.",
+        )
     want = dict(expected_shapes(fields, len(config.boundaries)))
     want["draft_to_target"] = (config.draft_vocab_size,)
-    have = {name: tuple(tensor.shape) for name, tensor in files.tensors.items()}
     if have != want:
         odd = sorted(n for n in have.keys() | want.keys() if have.get(n) != want.get(n))
         raise CheckpointError(
