@@ -23,6 +23,7 @@ import tomllib
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -73,21 +74,34 @@ def run_tests(copy: Path, tests: Sequence[str], log: Path, *, unbroken: bool = F
     return "passed" if code == 0 else "failed"
 
 
+def mutations() -> list[dict[str, Any]]:
+    return tomllib.loads((HERE / "mutations.toml").read_text(encoding="utf-8"))["mutation"]
+
+
+def misfits(listed: Sequence[dict[str, Any]]) -> list[str]:
+    """Mutations whose place does not stand in the code exactly once, or whose test is gone."""
+    wrong = []
+    for m in listed:
+        n = (ROOT / m["file"]).read_text(encoding="utf-8").count(m["old"])
+        if n != 1:
+            wrong.append(f"{m['what']}: stands {n} times in {m['file']}")
+        for file, name in (test.split("::") for test in m["tests"]):
+            if f"def {name}(" not in (ROOT / "tests" / file).read_text(encoding="utf-8"):
+                wrong.append(f"{m['what']}: no test {name} in {file}")
+    return wrong
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--only", default="", help="mutations whose text holds this word")
+    parser.add_argument("--only", default="", help="mutations whose text or file holds this word")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--share", default="1/1", help="K/N: every N-th from the K-th on")
     parser.add_argument("--check", action="store_true", help="only look for the places")
     asked = parser.parse_args()
-    listed = tomllib.loads((HERE / "mutations.toml").read_text(encoding="utf-8"))["mutation"]
+    listed = mutations()
     nth, of = map(int, asked.share.split("/"))
-    chosen = [m for m in listed if asked.only in m["what"]][nth - 1 :: of]
-    wrong = []
-    for m in chosen:
-        n = (ROOT / m["file"]).read_text(encoding="utf-8").count(m["old"])
-        if n != 1:
-            wrong.append(f"{m['what']}: stands {n} times in {m['file']}")
+    chosen = [m for m in listed if asked.only in m["what"] + m["file"]][nth - 1 :: of]
+    wrong = misfits(chosen)
     if wrong:
         raise SystemExit("mutations that fit no longer:\n" + "\n".join(wrong))
     print(f"{len(chosen)} mutations, each at one place", flush=True)
