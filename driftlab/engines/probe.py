@@ -153,8 +153,9 @@ def target_probabilities(
     with torch.inference_mode():
         for out, chunk in zip(found.split(rows), last.split(rows), strict=True):
             logits = target.head(chunk)
-            for o, x in zip(out.split(_CACHED), logits.split(_CACHED), strict=True):
-                # One pass over the vocabulary while a few rows are in the cache.
+            # On a CPU a few rows of the vocabulary at a time stay in the cache.
+            few = _CACHED if logits.device.type == "cpu" else rows
+            for o, x in zip(out.split(few), logits.split(few), strict=True):
                 p = x.softmax(dim=-1, dtype=torch.float32)
                 torch.index_select(p, 1, draft_to_target, out=o)
     return found
