@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,18 +117,41 @@ def test_a_peer_is_asked_by_lines(tmp_path: Path) -> None:
 
 def test_rivals_take_turns_and_a_ratio_is_of_busy_time() -> None:
     order: list[str] = []
-    found = race({"a": lambda: order.append("a"), "b": lambda: Sample(9.0, 3.0)}, 2, CPU, warm=1)
-    assert order == ["a"] * 3
+    found = race({"a": lambda: order.append("a"), "b": lambda: Sample(9.0, 3.0)}, 2, CPU)
+    assert order == ["a"] * 3  # the first only warms up
     assert found["b"] == [Sample(9.0, 3.0)] * 2
     assert ratio([Sample(1, 6), Sample(1, 8), Sample(1, 2)], [Sample(5, 2)] * 3) == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "turns"), [({"budget": 8.0}, 2), ({"budget": 1.0}, 1), ({"until": 0.0}, 1), ({}, 5)]
+)
+def test_where_time_is_short_there_are_fewer_turns(given: dict[str, float], turns: int) -> None:
+    found = race({"b": lambda: Sample(9.0, 3.0)}, 5, CPU, **given)
+    assert found == {"b": [Sample(9.0, 3.0)] * turns}
+
+
+def test_a_stage_keeps_the_rows_that_its_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(bench: Bench) -> Any:
+        yield from (Row("a", str(i), "") for i in range(3))
+
+    monkeypatch.setitem(STAGES, "records", rows)
+    said: list[str] = []
+    given: dict[str, Any] = {"smoke": True, "repeats": 1, "peers": {}, "stored": NOWHERE}
+    found = list(run(["records"], **given, say=said.append, limit=0.0))
+    assert [row.case for _, row in found] == ["0"]
+    assert any("limit" in line for line in said)
+    assert len(list(run(["records"], **given, say=said.append))) == 3
+
+
 def test_training_is_timed_and_counted(tmp_path: Path) -> None:
-    (row,) = drafting.training(bench(tmp_path))
-    assert row.case == "driftlab"
+    peak, row, _, shorter, against = drafting.training(bench(tmp_path))
+    assert row.case == shorter.case == "driftlab"
     assert row.busy is not None and row.busy > 0
     assert row.share is not None and row.gflop is not None
     assert "tokens a busy second" in row.note
+    assert peak.case.startswith("GEMM") and peak.ratio == pytest.approx(row.share)
+    assert shorter.busy and against.ratio == pytest.approx(row.busy / shorter.busy)
 
 
 def test_the_command_prints_and_stores(tmp_path: Path) -> None:
@@ -154,6 +178,34 @@ def test_stages_of_an_earlier_run_stay(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text("[]")
     with pytest.raises(DataError, match="no benchmark"):
         bench_rows.store(tmp_path, {}, [first])
+
+
+def test_a_page_is_filled_from_what_is_stored(tmp_path: Path) -> None:
+    machine_facts = {"processor": "P", "cores": 2, "gemm_gflops": {"float32, 1 threads": 3.0}}
+    row = Row("a", "x", "T=1", "float32", busy=1.5, n=3, share=0.5, ratio=2.0, of="p / q")
+    bench_rows.store(tmp_path / "b", machine_facts, [row])
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- bench: b/bench.json -->\nold\n<!-- end -->\nafter\n")
+    done = CliRunner().invoke(app, ["bench", "--page", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "| a | x | T=1 | float32 | 1.5 | 3 | 50% |  | 2 = p / q |  |" in text
+    assert "P, 2 cores" in text and "old" not in text
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
+    assert bench_rows.fill(page) == ["b/bench.json"] and page.read_text() == text
+    page.write_text("nothing")
+    with pytest.raises(DataError, match="no place for a table"):
+        bench_rows.fill(page)
+
+
+def test_the_tables_of_the_docs_are_those_that_are_stored(root: Path, tmp_path: Path) -> None:
+    page = root / "docs" / "benchmarks.md"
+    copy = shutil.copytree(root / "papers" / "benchmarks", tmp_path / "papers" / "benchmarks")
+    assert copy.is_dir()
+    (tmp_path / "docs").mkdir()
+    again = Path(shutil.copy(page, tmp_path / "docs"))
+    assert bench_rows.fill(again)
+    assert again.read_text() == page.read_text()
 
 
 def test_a_figure_of_rows_without_a_time_is_none(tmp_path: Path) -> None:
