@@ -278,6 +278,22 @@ def test_a_manifest_without_a_checksum_is_damaged(tmp_path: Path) -> None:
         FeatureStore(tmp_path).open(made.key)
 
 
+@pytest.mark.usefixtures("small_shards")
+def test_a_manifest_whose_numbers_are_no_integers(tmp_path: Path) -> None:
+    """1.0 and true equal 1: shards are taken from the texts; a width is refused."""
+    made = build(tmp_path)
+    path = tmp_path / made.key / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for shard in manifest["shards"]:
+        shard |= {"first": float(shard["first"]), "tokens": float(shard["tokens"])}
+    path.write_text(json.dumps(manifest))
+    found = FeatureStore(tmp_path).open(made.key)
+    assert all(torch.equal(found.item(i)["aux"], made.item(i)["aux"]) for i in range(len(texts())))
+    path.write_text(json.dumps(manifest | {"hidden_size": float(WIDTH)}))
+    with pytest.raises(DataError, match=r"manifest\.json is damaged or missing"):
+        FeatureStore(tmp_path).open(made.key)
+
+
 @pytest.mark.parametrize("field", ["last_state", "format", "key"])
 @pytest.mark.parametrize("value", ["pre_final_norm", None])
 def test_states_of_another_kind_are_refused(tmp_path: Path, field: str, value: Any) -> None:
