@@ -185,7 +185,7 @@ _DEPTHS = (
     *("temperature", "n", "n_correct", "n_opportunities", "n_accepted", "uniform"),
     *("rms_input", "log_rms_state_pre", "log_rms_feedback"),
 )
-_ATTENDED = ("norms", "gated", "residual", "alignment", "sink")
+_ATTENDED = ("norms", "gated", "residual", "alignment", "budget", "sink")
 """Experiments whose pages show attention; others keep the sink and the chain's own drafts."""
 
 
