@@ -159,7 +159,7 @@ def test_ci_runs_every_check_and_pytest_last() -> None:
     assert os.access(path, os.X_OK)
     call = r"^(?:step|exec make --no-print-directory) ([a-z-]+)$"
     steps = re.findall(call, read(".ci/run"), flags=re.MULTILINE)
-    assert steps == ["setup", "lint", "types", "ablate", "bench-smoke", "test"]
+    assert steps == ["setup", "lint", "types", "ablate", "bench-smoke", "audit", "test"]
     assert re.search(r"^test: .*\n\t.*-m pytest$", MAKEFILE, flags=re.MULTILINE)
 
 
