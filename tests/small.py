@@ -121,7 +121,8 @@ def drafters(run: Path) -> dict[str, bytes]:
 
 def leftovers(run: Path) -> list[str]:
     """Temporary names, and trainings of cells that are done."""
-    named = [*run.rglob(".*"), *run.rglob("*.tmp"), *(run / "training").rglob("*.pt")]
+    hidden = [path for path in run.rglob(".*") if path.name != ".drawn.json"]  # of the figures
+    named = [*hidden, *run.rglob("*.tmp"), *(run / "training").rglob("*.pt")]
     return [str(path.relative_to(run)) for path in named]
 
 
