@@ -66,7 +66,9 @@ class Table:
         if cure is None:
             kind = "clean" if found.verdict is doctor.Verdict.clean else "not clean"
         elif winner is not None:
-            kind = "found" if winner.patch == cure else "another named"
+            beside = any(c.patch == cure for c in found.rivals)
+            other = "named beside its equal" if beside else "another named"
+            kind = "found" if winner.patch == cure else other
         else:
             even = tried and tried[0].outcome is doctor.Outcome.no_better
             kind = "cannot tell" if even else "missed"
@@ -100,7 +102,7 @@ def micro() -> None:
 
     for variant in faults.CLEAN:
         table.add(variant, "nothing", examine(faults.drafter(variant), variant), None)
-    for name, fault in faults.FAULTS.items():
+    for name, fault in {**faults.FAULTS, **faults.ALIKE}.items():
         table.add(fault.variant, name, examine(fault.planted(), fault.variant), fault.cure)
     for name, fault in faults.FAINT.items():
         found = examine(fault.planted(), fault.variant)

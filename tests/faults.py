@@ -364,9 +364,6 @@ FAULTS: dict[str, Fault] = {
     "input_norm dropped": _fault(
         "concat+pre_norm", {"fusion_norm": FusionNorm.concat}, fusion_norm=FusionNorm.none
     ),
-    "fc_norm read as input_norm": _fault(
-        "per_layer+pre_norm", {"fusion_norm": FusionNorm.per_layer}, fusion_norm=FusionNorm.concat
-    ),
     "offsets of d2t taken as ids": Fault(PLAIN, _map(-1), RIGHT_MAP),
     "ids of d2t taken as offsets": Fault(PLAIN, _map(1), RIGHT_MAP),
     "rope base 100 for 10000": _fault(
@@ -397,6 +394,16 @@ FAULTS: dict[str, Fault] = {
         {"fusion_norm": FusionNorm.per_layer, "feedback": Feedback.post_norm},
         fusion_norm=FusionNorm.none,
         feedback=Feedback.pre_norm,
+    ),
+}
+
+# Normed feedback and a norm before fc do for these weights what a normed residual does.
+EQUALS = {"normed residual read as raw"}
+
+# These weights compute nearly the same under both: no finding, and none that would matter.
+ALIKE = {
+    "fc_norm read as input_norm": _fault(
+        "per_layer+pre_norm", {"fusion_norm": FusionNorm.per_layer}, fusion_norm=FusionNorm.concat
     ),
 }
 

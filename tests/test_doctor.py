@@ -96,11 +96,26 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert found.verdict is Verdict.wrong
     assert found.exit_code == 4
     assert found.winner is not None, found.reasons
-    assert found.winner.patch == fault.cure
+    # `faults.EQUALS` compute as well as their cure: both are named, in any order.
+    named = [found.winner, *(found.rivals if name in faults.EQUALS else ())]
+    assert fault.cure in [c.patch for c in named]
     assert found.limits is not None
     won = found.winner.margin, found.winner.accepted
     assert any(e.low > 0 and e.value >= found.limits.found(e.unit) for e in won)
     assert not any(e.high < 0 for e in won)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", faults.ALIKE)
+def test_what_does_not_matter_is_clean_and_bounded(name: str) -> None:
+    fault = faults.ALIKE[name]
+    found = examined(fault.planted(), fault.variant)
+    assert found.verdict is Verdict.clean, found.reasons
+    assert found.limits is not None
+    (cure,) = [c for c in found.candidates if c.patch == fault.cure]
+    assert cure.outcome is Outcome.no_better
+    assert all(e.high < found.limits.matters(e.unit) for e in (cure.margin, cure.accepted))
+    assert f"{cure.name} (at most {cure.margin.high:.3f} nats" in found.reasons[0]
 
 
 def test_the_scores_are_those_of_the_verified_rounds() -> None:

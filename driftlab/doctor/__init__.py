@@ -222,6 +222,7 @@ class _Case:
                 limits=None,
                 candidates=(),
                 winner=None,
+                rivals=(),
                 verdict=Verdict.wrong,
                 reasons=("its tensors are damaged, nothing was scored",),
                 runtimes=(),
@@ -232,7 +233,7 @@ class _Case:
         differs = self._differences()
         checks.append(states_of_training(self.subject, differs))
         notes = (*notes, *differs)
-        verdict, reasons = judge(limits, checks, candidates, winner, rivals)
+        verdict, reasons = judge(limits, checks, candidates, winner, [c.name for c in rivals])
         best = winner.reading if winner is not None else self.base
         return Diagnosis(
             **common,  # type: ignore[arg-type]
@@ -241,6 +242,7 @@ class _Case:
             limits=limits,
             candidates=tuple(candidates),
             winner=winner,
+            rivals=rivals,
             verdict=verdict,
             reasons=reasons,
             runtimes=tuple(self._runtimes(best)),
@@ -283,7 +285,7 @@ class _Case:
 
     def _candidates(
         self,
-    ) -> tuple[Score, Limits, list[Candidate], Candidate | None, tuple[str, ...]]:
+    ) -> tuple[Score, Limits, list[Candidate], Candidate | None, tuple[Candidate, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.
 
         Readings that cannot be told apart go on side by side: a second fault can part them.
@@ -303,7 +305,7 @@ class _Case:
             better = [c for c in made if c.outcome is Outcome.better and c.score.texts == own.texts]
             if not better:
                 break
-            best = self._front([*best, *better])
+            best = self._front([*best, *better], limits, 2 * len(found))
             new = {c.name for c in better}
             stems = [(c.name, c.reading, c.score) for c in best if c.name in new]
             if not stems:
@@ -315,7 +317,7 @@ class _Case:
             # Its own margin was over the reading before it; the file's reading is what counts.
             margin, accepted = margins(own, winner.score, seed=self.seed)
             winner = replace(winner, margin=margin, accepted=accepted)
-        return own, limits, found, winner, tuple(c.name for c in rivals)
+        return own, limits, found, winner, tuple(rivals)
 
     def _extend(
         self,
@@ -367,17 +369,21 @@ class _Case:
             for name, (option, against, reading, _) in tries.items()
         ]
 
-    def _front(self, better: Sequence[Candidate]) -> list[Candidate]:
-        """The best reading and at most two that cannot be told apart from it, simplest first."""
+    def _front(self, better: Sequence[Candidate], limits: Limits, tests: int) -> list[Candidate]:
+        """The best reading and at most two that cannot be told apart from it: the simplest.
+
+        The best one was picked after so many tests, for which its p values are corrected.
+        """
         ordered = sorted(better, key=lambda c: sum(c.score.cross_entropy))
         first = ordered[0]
-        near = [
-            c
-            for c in ordered[1:]
-            if all(e.low <= 0 for e in margins(c.score, first.score, seed=self.seed))
-        ]
+        near = []
+        for c in ordered[1:]:
+            over = margins(c.score, first.score, seed=self.seed)
+            corrected = (replace(e, p=min(1.0, tests * e.p)) for e in over)
+            if outcome(limits, *corrected) is not Outcome.better:
+                near.append(c)
         near.sort(key=_faults)
-        return sorted([first, *near[:2]], key=_faults)
+        return [first, *near[:2]]
 
     def _runtimes(self, best: Reading) -> list[Runtime]:
         """Every profile, against the reading that the text supports."""

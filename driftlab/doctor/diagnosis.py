@@ -120,6 +120,7 @@ class Diagnosis:
     limits: Limits | None
     candidates: tuple[Candidate, ...]
     winner: Candidate | None
+    rivals: tuple[Candidate, ...]
     verdict: Verdict
     reasons: tuple[str, ...]
     runtimes: tuple[Runtime, ...]
