@@ -15,6 +15,7 @@ import pytest
 import synthetic_run
 
 from driftlab.errors import DataError, NumericsError, RunError
+from driftlab.results.drawing import save_frame
 from driftlab.results.explain_figures import EXPLAIN_FIGURES, available
 from driftlab.results.explanations import (
     MEASURES,
@@ -23,7 +24,6 @@ from driftlab.results.explanations import (
     answers,
     boundary_part,
 )
-from driftlab.results.figures import save_frame
 from driftlab.results.schema import SCHEMAS
 from driftlab.results.shards import make_table
 from driftlab.results.stats import estimate

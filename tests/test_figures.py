@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.results import drawn
+from driftlab.results.drawing import save_frame
 from driftlab.results.figures import (
     FEWEST,
     FIGURES,
@@ -27,7 +28,6 @@ from driftlab.results.figures import (
     available,
     save_figure,
     save_figures,
-    save_frame,
 )
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.slices import TextKind, groups, modes, take, text_kinds
@@ -187,7 +187,7 @@ def test_every_figure_is_written_with_its_data(tables: Tables, tmp_path: Path, n
 def test_a_csv_that_is_read_back_draws_the_same_picture(tables: Tables, tmp_path: Path) -> None:
     figure = FIGURES["sink_by_depth"]
     frame = figure.data(tables, None)
-    back = pd.read_csv(save_frame(figure.name, frame, tmp_path)["csv"], keep_default_na=False)
+    back = pd.read_csv(save_frame(figure, frame, tmp_path)["csv"], keep_default_na=False)
     for label, (x, y) in lines(figure.figure(back)).items():
         drawn = lines(figure.figure(frame))[label]
         np.testing.assert_array_equal(x, drawn[0])

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from driftlab.errors import ResourceError
 from driftlab.results import answers as answers_room
 from driftlab.results.answers import effects, summary
-from driftlab.results.figures import FigureSpec
+from driftlab.results.drawing import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.report import Answer, answers, summary_table, write_report
 from driftlab.results.slices import TextKind, take

@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlab.results.explanations import MEASURES, REGION_NAMES, Explained
-from driftlab.results.figures import (
-    _BLACK,
-    _BLUE,
-    _GREEN,
-    _ORANGE,
-    _PURPLE,
-    _RED,
-    _REGION_STYLE,
-    _SKY,
+from driftlab.results.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
     PAGE,
+    PURPLE,
+    RED,
+    REGION_STYLE,
+    SKY,
     FigureSpec,
-    _depth_axis,
-    _draw_lines,
-    _legend_below,
-    _legend_rows,
-    _line,
-    _panels,
-    _region_columns,
-    _regions_height,
+    axes_grid,
+    depth_axis,
+    draw_lines,
+    legend_below,
+    legend_rows,
+    line_style,
+    region_columns,
+    regions_height,
     save_frame,
 )
+from driftlab.results.explanations import MEASURES, REGION_NAMES, Explained
 from driftlab.results.stats import bands
 
 if TYPE_CHECKING:
@@ -123,12 +123,12 @@ def effect_data(found: Explained) -> pd.DataFrame:
 # --- drawing ------------------------------------------------------------------------------------
 
 _LAYER_STYLES = [
-    (_BLUE, "dashdot", "^"),
-    (_ORANGE, "dash", "s"),
-    (_RED, "solid", "D"),
-    (_GREEN, "long", "P"),
-    (_PURPLE, "dashdotdot", "v"),
-    (_SKY, "dot", "o"),
+    (BLUE, "dashdot", "^"),
+    (ORANGE, "dash", "s"),
+    (RED, "solid", "D"),
+    (GREEN, "long", "P"),
+    (PURPLE, "dashdotdot", "v"),
+    (SKY, "dot", "o"),
 ]
 
 
@@ -142,10 +142,10 @@ def _grid(
 ) -> None:
     """One panel for each drafter, all with the same axes, and one legend below."""
     variants = list(dict.fromkeys(frame["variant"]))
-    columns = _region_columns(len(variants), figure.get_figwidth())
-    legend, legend_columns = _legend_rows(entries, figure, 2, 4)
+    columns = region_columns(len(variants), figure.get_figwidth())
+    legend, legend_columns = legend_rows(entries, figure, 2, 4)
     rows = -(-len(variants) // columns)
-    axes = _panels(figure, rows, columns, legend=legend, shared=True, titles=True)
+    axes = axes_grid(figure, rows, columns, legend=legend, shared=True, titles=True)
     for i, ax in enumerate(axes.flat):
         if i >= len(variants):
             ax.set_visible(False)
@@ -160,7 +160,7 @@ def _grid(
     bottom, top = frame[["value", "low"]].min().min(), frame[["value", "high"]].max().max()
     room = 0.05 * (top - bottom) or 0.05
     axes.flat[0].set_ylim(bottom - room if low is None else low, top + room)
-    _legend_below(figure, axes.flat[0], legend_columns)
+    legend_below(figure, axes.flat[0], legend_columns)
 
 
 def _lines(
@@ -168,14 +168,14 @@ def _lines(
 ) -> None:
     labels = [names[key] for key in zip(frame["measure"], frame["part"], strict=True)]
     shown = dict(zip(names.values(), styles, strict=False))
-    _draw_lines(ax, frame.assign(name=labels), "name", shown)
-    _depth_axis(ax, frame)
+    draw_lines(ax, frame.assign(name=labels), "name", shown)
+    depth_axis(ax, frame)
 
 
 def _draw_layers(figure: Figure, frame: pd.DataFrame) -> None:
     names = {("shapley", part): part for part in dict.fromkeys(frame["part"])}
     styles = [
-        _line(*_LAYER_STYLES[i % len(_LAYER_STYLES)], hollow=i >= len(_LAYER_STYLES))
+        line_style(*_LAYER_STYLES[i % len(_LAYER_STYLES)], hollow=i >= len(_LAYER_STYLES))
         for i in range(len(names))
     ]
     draw = partial(_lines, names=names, styles=styles)
@@ -187,9 +187,9 @@ def _draw_named(
 ) -> Callable[[Figure, pd.DataFrame], None]:
     def draw(figure: Figure, frame: pd.DataFrame) -> None:
         styles = [
-            _line(_RED, "solid", "D", hollow=False),
-            _line(_BLUE, "dash", "o", hollow=False),
-            _line(_BLACK, "dot", "s", hollow=True),
+            line_style(RED, "solid", "D", hollow=False),
+            line_style(BLUE, "dash", "o", hollow=False),
+            line_style(BLACK, "dot", "s", hollow=True),
         ]
         lines = partial(_lines, names=names, styles=styles)
         _grid(figure, frame, lines, len(names), label, low)
@@ -201,8 +201,8 @@ def _effect_axes(ax: Axes, frame: pd.DataFrame) -> None:
     first, last = int(frame["depth"].min()), int(frame["depth"].max())
     for region in REGION_NAMES:
         part = frame[frame["part"] == region].sort_values("depth")
-        name, colour, _, marker = _REGION_STYLE[region]
-        style = _line(colour, "solid", marker, hollow=False)
+        name, colour, _, marker = REGION_STYLE[region]
+        style = line_style(colour, "solid", marker, hollow=False)
         if len(part) > 1:
             ax.plot(part["mass"], part["value"], color=style["color"], linewidth=0.6, alpha=0.6)
         for depth in dict.fromkeys((first, last)):
@@ -242,7 +242,7 @@ EXPLAIN_FIGURES: dict[str, FigureSpec] = {
             layers_data,
             _draw_layers,
             PAGE,
-            _regions_height,
+            regions_height,
             "Shapley value of the layer's part of the fused input for the log-probability of the "
             "target's token, through the chain.",
             needs="shapley",
@@ -253,7 +253,7 @@ EXPLAIN_FIGURES: dict[str, FigureSpec] = {
             lens_data,
             _draw_named(_LENS, "share of anchors", 0.0),
             PAGE,
-            _regions_height,
+            regions_height,
             "Token that the drafter's final norm and head read off the stream.",
             needs="lens_draft",
         ),
@@ -263,7 +263,7 @@ EXPLAIN_FIGURES: dict[str, FigureSpec] = {
             states_data,
             _draw_named(_STATES, "cosine"),
             PAGE,
-            _regions_height,
+            regions_height,
             "Cosine of the state before the final norm with three others.",
             needs="cosine",
         ),
@@ -273,7 +273,7 @@ EXPLAIN_FIGURES: dict[str, FigureSpec] = {
             effect_data,
             _draw_effect,
             PAGE,
-            _regions_height,
+            regions_height,
             "Effect: log-probability of the target's token lost when a region's keys are hidden "
             "from that depth's query. Hollow: the first depth; filled: the last.",
             needs="effect",

@@ -1,17 +1,14 @@
 """Figures: tables -> tidy data -> matplotlib. What is drawn is what the CSV holds.
 
 Every figure has two halves: ``data(tables)`` gives a tidy frame with value, interval, n and
-basis in each row, ``draw(figure, frame)`` reads nothing but that frame. Lines are told apart
-by colour (Okabe and Ito's, safe for colour-blind readers), dash and marker, so that they
-survive grey print. Importing this module loads no plotting library.
+basis in each row, ``draw(figure, frame)`` reads nothing but that frame. Importing this module
+loads no plotting library.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +17,31 @@ import numpy as np
 
 from driftlab.errors import ConfigError
 from driftlab.results.answers import effects, load, preferred, summary
+from driftlab.results.drawing import (
+    BLACK,
+    BLUE,
+    COLUMN,
+    GREEN,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    RED,
+    REGION_STYLE,
+    SKY,
+    YELLOW,
+    FigureSpec,
+    axes_grid,
+    depth_axis,
+    draw_lines,
+    legend_below,
+    legend_rows,
+    line_style,
+    region_columns,
+    regions_height,
+    save_frame,
+)
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
-from driftlab.results.shards import atomic_file
 from driftlab.results.slices import Slice, TextKind, modes, take, without_conditions
 from driftlab.results.stats import Estimate, bands
 
@@ -31,76 +50,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMN, PAGE = 3.3, 6.9
-"""Widths in inches of one and of two columns of a paper."""
-
 FEWEST = 10
 """Conditional acceptance is n/a below this many opportunities."""
 
-_RC: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same on every machine
-    "font.size": 7,
-    "axes.titlesize": 7,
-    "axes.labelsize": 7,
-    "xtick.labelsize": 6,
-    "ytick.labelsize": 6,
-    "legend.fontsize": 6,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.linewidth": 0.3,
-    "grid.color": "0.85",
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.major.size": 2.5,
-    "ytick.major.size": 2.5,
-    "xtick.minor.size": 1.5,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 3,
-    "pdf.fonttype": 42,
-    "svg.hashsalt": "driftlab",
-}
-
-# index into Okabe and Ito's colours, dash, marker. Hollow markers: the state is fed back raw.
-_BLACK, _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _RED, _PURPLE = range(8)
-_DASH: dict[str, Any] = {
-    "dot": (0, (1, 1)),
-    "dash": (0, (4, 1.5)),
-    "dashdot": (0, (4, 1, 1, 1)),
-    "solid": "-",
-    "long": (0, (7, 1.5)),
-    "dashdotdot": (0, (4, 1, 1, 1, 1, 1)),
-}
 _VARIANTS: dict[tuple[str, str], tuple[int, str, str]] = {
-    ("none", "pre_norm"): (_BLACK, "dot", "o"),
-    ("per_layer", "pre_norm"): (_ORANGE, "dash", "s"),
-    ("concat", "pre_norm"): (_PURPLE, "dashdotdot", "v"),
-    ("none", "post_norm"): (_BLUE, "dashdot", "^"),
-    ("per_layer", "post_norm"): (_RED, "solid", "D"),
-    ("concat", "post_norm"): (_GREEN, "long", "P"),
+    ("none", "pre_norm"): (BLACK, "dot", "o"),
+    ("per_layer", "pre_norm"): (ORANGE, "dash", "s"),
+    ("concat", "pre_norm"): (PURPLE, "dashdotdot", "v"),
+    ("none", "post_norm"): (BLUE, "dashdot", "^"),
+    ("per_layer", "post_norm"): (RED, "solid", "D"),
+    ("concat", "post_norm"): (GREEN, "long", "P"),
 }
 _SPARE = [
     (colour, dash, marker)
     for marker in "X*h<>p"
     for colour, dash in zip(
-        (_SKY, _PURPLE, _GREEN, _YELLOW, _ORANGE, _BLUE, _RED, _BLACK),
+        (SKY, PURPLE, GREEN, YELLOW, ORANGE, BLUE, RED, BLACK),
         ("solid", "dash", "dashdot", "long", "dashdotdot", "dot", "solid", "dash"),
         strict=True,
     )
 ]
-_REGION_STYLE: dict[str, tuple[str, int, str, str]] = {
-    "sink": ("sink", _BLACK, "solid", "o"),
-    "prompt_mass": ("prompt", _ORANGE, "dash", "s"),
-    "generated": ("generated", _GREEN, "dashdot", "^"),
-    "draft_mass": ("draft", _RED, "long", "D"),
-    "self_mass": ("self", _BLUE, "dot", "v"),
-    "null_mass": ("null", _PURPLE, "dashdotdot", "P"),
-}
-
 
 # --- tidy data --------------------------------------------------------------------------------
 
@@ -260,12 +229,6 @@ def table_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
 # --- drawing ----------------------------------------------------------------------------------
 
 
-def _colour(index: int) -> Any:
-    import matplotlib
-
-    return matplotlib.color_sequences["okabe_ito"][index]
-
-
 def _styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Line properties by variant: the same variant looks the same in every figure."""
     used: set[tuple[str, str]] = set()
@@ -279,41 +242,8 @@ def _styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
             colour, dash, marker = _VARIANTS[norms]
         else:
             colour, dash, marker = next(spare)
-        out[str(label)] = _line(colour, dash, marker, hollow=norms[1] == "pre_norm")
+        out[str(label)] = line_style(colour, dash, marker, hollow=norms[1] == "pre_norm")
     return out
-
-
-def _line(colour: int, dash: str, marker: str, *, hollow: bool) -> dict[str, Any]:
-    return {
-        "color": _colour(colour),
-        "linestyle": _DASH[dash],
-        "marker": marker,
-        "markerfacecolor": "white" if hollow else _colour(colour),
-        "markeredgewidth": 0.7,
-    }
-
-
-def _draw_lines(
-    ax: Axes, frame: pd.DataFrame, by: str, styles: dict[str, dict[str, Any]], x: str = "depth"
-) -> None:
-    for label, style in styles.items():
-        part = frame[(frame[by] == label) & frame["value"].notna()]
-        if not len(part):
-            continue
-        if part["low"].notna().any():
-            ax.fill_between(
-                part[x], part["low"], part["high"], color=style["color"], alpha=0.18, linewidth=0
-            )
-        ax.plot(part[x], part["value"], label=label, **style)
-
-
-def _depth_axis(ax: Axes, frame: pd.DataFrame, *, label: bool = True) -> None:
-    last = int(frame["depth"].max())
-    step = next(s for s in (1, 4, 8, 16, 32, 64, 128) if last / s <= 8)
-    ax.set_xticks([1, *range(step if step > 1 else 2, last + 1, step)])
-    ax.set_xlim(1 - 0.03 * last, last + 0.03 * last)
-    if label:
-        ax.set_xlabel("depth")
 
 
 def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
@@ -335,80 +265,22 @@ def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
         )
 
 
-def _panels(
-    figure: Figure,
-    rows: int,
-    columns: int,
-    *,
-    legend: int,
-    shared: bool = False,
-    titles: bool = False,
-) -> np.ndarray:
-    """Axes [rows, columns] with room in inches for labels and ``legend`` rows of a legend.
-
-    Margins are fixed, not fitted: fitting takes longer than drawing, and fixed frames line up
-    from figure to figure.
-    """
-    width, height = figure.get_size_inches()
-    left, right, top = 0.52, 0.08, 0.22 if titles else 0.07
-    bottom = 0.36 + 0.13 * legend
-    across = (width - left - right) / columns
-    wspace, hspace = (0.12, 0.12) if shared else (0.52, 0.12)
-    hspace += 0.18 if titles else 0.0
-    down = (height - bottom - top) / rows
-    axes: np.ndarray = figure.subplots(
-        rows,
-        columns,
-        squeeze=False,
-        sharex=True,
-        sharey=shared,
-        gridspec_kw={
-            "left": left / width,
-            "right": 1 - right / width,
-            "bottom": bottom / height,
-            "top": 1 - top / height,
-            "wspace": wspace / (across - wspace * (columns - 1) / columns),
-            "hspace": hspace / (down - hspace * (rows - 1) / rows),
-        },
-    )
-    return axes
-
-
-def _legend_rows(entries: int, figure: Figure, narrow: int, wide: int) -> tuple[int, int]:
-    columns = min(entries, narrow if figure.get_figwidth() < 5 else wide)
-    return -(-entries // columns), columns
-
-
-def _legend_below(figure: Figure, axes: Axes, columns: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="lower center",
-        ncols=columns,
-        handlelength=3.2,
-        columnspacing=1.2,
-        labelspacing=0.25,
-        borderaxespad=0.1,
-    )
-
-
 def _sink_axes(ax: Axes, frame: pd.DataFrame) -> None:
-    _draw_lines(ax, frame, "variant", _styles(frame))
+    draw_lines(ax, frame, "variant", _styles(frame))
     even = frame.drop_duplicates("depth")
     ax.plot(even["depth"], even["even"], color="0.6", linewidth=0.8, label="even share of one key")
     ax.set_ylabel("attention on the sink")
     ax.set_ylim(bottom=0)
-    _depth_axis(ax, frame)
+    depth_axis(ax, frame)
 
 
 def _rms_axes(ax: Axes, frame: pd.DataFrame, state: str) -> None:
     part = frame[frame["state"] == state]
-    _draw_lines(ax, part, "variant", _styles(frame))
+    draw_lines(ax, part, "variant", _styles(frame))
     ax.set_yscale("log")
     _plain_log_ticks(ax)
     ax.set_ylabel(f"RMS {_STATES[state]}")
-    _depth_axis(ax, part)
+    depth_axis(ax, part)
 
 
 def _plain_log_ticks(ax: Axes) -> None:
@@ -425,19 +297,19 @@ def _plain_log_ticks(ax: Axes) -> None:
 
 
 def _acceptance_axes(ax: Axes, frame: pd.DataFrame) -> None:
-    _draw_lines(ax, frame, "variant", _styles(frame))
+    draw_lines(ax, frame, "variant", _styles(frame))
     ax.set_ylabel("conditional acceptance")
     ax.set_ylim(0, 1)
     _mark_training(ax, frame)
-    _depth_axis(ax, frame)
+    depth_axis(ax, frame)
 
 
 def _accuracy_axes(ax: Axes, frame: pd.DataFrame) -> None:
-    _draw_lines(ax, frame, "variant", _styles(frame))
+    draw_lines(ax, frame, "variant", _styles(frame))
     ax.set_ylabel("forced accuracy")
     ax.set_ylim(bottom=0)
     _mark_training(ax, frame)
-    _depth_axis(ax, frame)
+    depth_axis(ax, frame)
 
 
 def _layers_axes(ax: Axes, frame: pd.DataFrame, measure: str) -> None:
@@ -477,10 +349,10 @@ def _single(
     axes: Callable[[Axes, pd.DataFrame], None], extra: int = 0
 ) -> Callable[[Figure, pd.DataFrame], None]:
     def draw(figure: Figure, frame: pd.DataFrame) -> None:
-        rows, columns = _legend_rows(frame["variant"].nunique() + extra, figure, 2, 5)
-        ax = _panels(figure, 1, 1, legend=rows)[0, 0]
+        rows, columns = legend_rows(frame["variant"].nunique() + extra, figure, 2, 5)
+        ax = axes_grid(figure, 1, 1, legend=rows)[0, 0]
         axes(ax, frame)
-        _legend_below(figure, ax, columns)
+        legend_below(figure, ax, columns)
 
     return draw
 
@@ -491,15 +363,15 @@ def _pair(
     """Two panels side by side, or one above the other in one column."""
 
     def draw(figure: Figure, frame: pd.DataFrame) -> None:
-        rows, columns = _legend_rows(frame["variant"].nunique(), figure, 2, 4)
+        rows, columns = legend_rows(frame["variant"].nunique(), figure, 2, 4)
         narrow = figure.get_figwidth() < 5
-        panels = _panels(figure, *((2, 1) if narrow else (1, 2)), legend=rows).ravel()
+        panels = axes_grid(figure, *((2, 1) if narrow else (1, 2)), legend=rows).ravel()
         left(panels[0], frame)
         right(panels[1], frame)
         if narrow:
             panels[0].set_xlabel("")
             panels[0].tick_params(labelbottom=False)
-        _legend_below(figure, panels[0], columns)
+        legend_below(figure, panels[0], columns)
 
     return draw
 
@@ -507,24 +379,20 @@ def _pair(
 def _regions_axes(ax: Axes, frame: pd.DataFrame) -> None:
     present = frame.groupby("region")["value"].max()
     styles = {}
-    for region, (name, colour, dash, marker) in _REGION_STYLE.items():
+    for region, (name, colour, dash, marker) in REGION_STYLE.items():
         if region in present and present[region] > 1e-6:
-            styles[name] = _line(colour, dash, marker, hollow=False)
-    named = frame.assign(region=frame["region"].map({k: v[0] for k, v in _REGION_STYLE.items()}))
-    _draw_lines(ax, named, "region", styles)
+            styles[name] = line_style(colour, dash, marker, hollow=False)
+    named = frame.assign(region=frame["region"].map({k: v[0] for k, v in REGION_STYLE.items()}))
+    draw_lines(ax, named, "region", styles)
     ax.set_ylim(bottom=0)
-    _depth_axis(ax, frame)
-
-
-def _region_columns(variants: int, width: float) -> int:
-    return min(variants, 2 if width < 5 else 4 if variants in (4, 7, 8) else 3)
+    depth_axis(ax, frame)
 
 
 def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
     variants = list(dict.fromkeys(frame["variant"]))
-    columns = _region_columns(len(variants), figure.get_figwidth())
-    legend, legend_columns = _legend_rows(5, figure, 3, 6)
-    grid = _panels(
+    columns = region_columns(len(variants), figure.get_figwidth())
+    legend, legend_columns = legend_rows(5, figure, 3, 6)
+    grid = axes_grid(
         figure, -(-len(variants) // columns), columns, legend=legend, shared=True, titles=True
     )
     for i, ax in enumerate(grid.flat):
@@ -539,7 +407,7 @@ def _draw_regions(figure: Figure, frame: pd.DataFrame) -> None:
             ax.set_xlabel("")
     # Each panel has set its own limits, and shared axes would keep those of the first.
     grid.flat[0].set_ylim(0, 1.05 * frame[["value", "high"]].max().max())
-    _legend_below(figure, grid.flat[0], legend_columns)
+    legend_below(figure, grid.flat[0], legend_columns)
 
 
 def _draw_table(figure: Figure, frame: pd.DataFrame) -> None:
@@ -593,66 +461,8 @@ def _wrapped(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class FigureSpec:
-    """A named figure. Calling it with tables gives a matplotlib Figure that pyplot never sees."""
-
-    name: str
-    title: str
-    data: Callable[..., pd.DataFrame]
-    draw: Callable[[Figure, pd.DataFrame], None]
-    width: float
-    height: Callable[[pd.DataFrame, float], float]
-    explains: str
-    needs: str = ""  # a mode, or a table
-
-    def __call__(
-        self,
-        tables: RunDirectory | Tables,
-        *,
-        width: float | None = None,
-        kind: TextKind | None = None,
-    ) -> Figure:
-        return self.figure(self.data(load(tables), kind), width=width)
-
-    def figure(self, frame: pd.DataFrame, *, width: float | None = None) -> Figure:
-        """Draw tidy data, e.g. a CSV that was read back."""
-        from matplotlib.figure import Figure
-
-        width = self.width if width is None else width
-        with _style():
-            figure = Figure(figsize=(width, self.height(frame, width)))
-            self.draw(figure, frame)
-        return figure
-
-    def caption(self, frame: pd.DataFrame) -> str:
-        """What is drawn, over what, with which interval."""
-        texts = ", ".join(dict.fromkeys(frame["text"]))
-        kinds = " and ".join(m for m in dict.fromkeys(frame["mode"]) if m)
-        basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
-        left_out = int(frame["left_out"].max())
-        loops = f"; {left_out} looping text{'s' * (left_out != 1)} left out" if left_out else ""
-        return (
-            f"{self.title}. {self.explains} {basis}, {int(frame['prompts'].max())} prompts x "
-            f"{int(frame['seeds'].max())} seeds{loops}. Interval: {frame['interval'].iloc[0]}."
-        )
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context(_RC):
-        yield
-
-
 def _fixed(column: float, page: float) -> Callable[[pd.DataFrame, float], float]:
     return lambda frame, width: column if width < 5 else page
-
-
-def _regions_height(frame: pd.DataFrame, width: float) -> float:
-    n = frame["variant"].nunique()
-    return 0.75 + (1.3 if width < 5 else 1.5) * -(-n // _region_columns(n, width))
 
 
 def _table_height(frame: pd.DataFrame, width: float) -> float:
@@ -669,7 +479,7 @@ FIGURES: dict[str, FigureSpec] = {
             regions_data,
             _draw_regions,
             PAGE,
-            _regions_height,
+            regions_height,
             "Softmax mass of the drafter's query, mean over heads; regions sum to 1.",
         ),
         FigureSpec(
@@ -774,29 +584,7 @@ def save_figure(
     the run has no such numbers, ResourceError when the disk is full.
     """
     frame = spec(name).data(load(run), kind)
-    return save_frame(name, frame, out, width=width)
-
-
-def save_frame(
-    figure_or_name: str | FigureSpec,
-    frame: pd.DataFrame,
-    out: str | Path,
-    *,
-    width: float | None = None,
-) -> dict[str, Path]:
-    """Like :func:`save_figure`, from tidy data."""
-    named = spec(figure_or_name) if isinstance(figure_or_name, str) else figure_or_name
-    folder = Path(out)
-    paths = {suffix: folder / f"{named.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
-    figure = named.figure(frame, width=width)
-    with _style():
-        with atomic_file(paths["png"]) as handle:
-            figure.savefig(handle, format="png", dpi=300, metadata={"Software": None})
-        with atomic_file(paths["pdf"]) as handle:
-            figure.savefig(handle, format="pdf", metadata={"CreationDate": None, "Creator": None})
-    with atomic_file(paths["csv"]) as handle:
-        handle.write(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
-    return paths
+    return save_frame(spec(name), frame, out, width=width)
 
 
 def save_figures(
