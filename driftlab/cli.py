@@ -392,7 +392,8 @@ def figures(
         if not check:
             kept = unchanged(run, folder)
             drawn = kept or save_figures(run, folder, processes=_cores())
-            note(run, folder, drawn)
+            if not kept:
+                note(run, folder, drawn)
             for name, paths in drawn.items():
                 typer.echo(f"{name}: {paths['png']}{' (unchanged)' if kept else ''}")
     if stale:

@@ -274,6 +274,9 @@ class Axes(Frozen):
         _check_lists(self, *type(self).model_fields, optional=optional)
         if FusionNorm.concat_per_layer in self.fusion_norm:
             raise ValueError("concat_per_layer is read from files, not trained")
+        for scale in (*self.alignment, *self.steps_scale, *self.lr_scale):
+            if float(f"{scale:g}") != scale:
+                raise ValueError(f"a cell's name holds six digits of a number, {scale} has more")
         return self
 
 
@@ -460,6 +463,16 @@ class Experiment(Frozen):
     def _consistent(self) -> Experiment:
         _check_lists(self, "seeds")
         return self
+
+    def levels(self) -> dict[str, tuple[Any, ...]]:
+        """What each axis is crossed over: its values, or the one that training takes anyway."""
+        usual = {
+            "ttt": self.train.ttt,
+            "alignment": self.train.alignment,
+            "steps_scale": 1.0,
+            "lr_scale": 1.0,
+        }
+        return {n: getattr(self.axes, n) or (usual[n],) for n in Axes.model_fields}
 
 
 BASE = ("target", "text", "drafter", "train", "measure", "workers", "threads")

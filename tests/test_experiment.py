@@ -34,7 +34,9 @@ from driftlab.errors import (
 )
 from driftlab.experiment import plan, run_experiment, texts
 from driftlab.experiment.plan import cell_name, variants
+from driftlab.results import merge as merge_room
 from driftlab.results.records import RunDirectory
+from driftlab.results.slices import Group
 
 
 @pytest.fixture(autouse=True)
@@ -209,6 +211,31 @@ def test_cells_are_named_apart() -> None:
     assert len(names) == len(set(names)) == 3 * 2 * 2 * 2 * 2 * 2
     assert len({n.replace("/", "_") for n in names}) == len(names), "training checkpoints"
     assert all(".." not in n and not n.startswith("/") for n in names)
+
+
+def test_scales_of_training_are_in_the_names_and_come_back_from_them() -> None:
+    scaled = small.spec("axes.steps_scale=[0.5, 1, 2.25]", "axes.lr_scale=[0.25, 1]")
+    made = variants(scaled)
+    assert len({v.name for v in made}) == len(made) == 2 * 3 * 2
+    for v in made:
+        group = Group(
+            *("", v.name, v.fusion_norm, v.feedback, v.residual, v.attention_gate, v.ttt),
+            *("trained", ""),
+        )
+        assert (group.steps_scale, group.lr_scale) == (v.steps_scale, v.lr_scale)
+        learning = v.training(scaled.train)
+        assert learning.steps == {0.5: 2, 1: 4, 2.25: 9}[v.steps_scale]
+        assert learning.lr == v.lr_scale * scaled.train.lr
+    assert "none+pre_norm" in {v.name for v in made}, "the usual training has its usual name"
+    with pytest.raises(ConfigError, match="six digits"):
+        small.spec("axes.lr_scale=[0.33333333333]")
+
+
+def test_merged_runs_name_the_level_that_one_of_them_left_to_its_training() -> None:
+    plain = small.spec('axes.feedback=["pre_norm"]')
+    half = small.spec('axes.feedback=["pre_norm"]', "axes.steps_scale=[0.5]")
+    assert merge_room._union([plain, half], "both").axes.steps_scale == (0.5, 1.0)
+    assert merge_room._union([plain, plain], "both").axes.steps_scale == ()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

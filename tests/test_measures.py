@@ -207,14 +207,6 @@ def test_scores_by_block_are_those_of_the_whole(
             assert found["rank"][b, t] == (x[b, t] >= x[b, t, own]).sum() - 1
 
 
-def test_growth_is_the_slope_of_the_logarithm() -> None:
-    depths = np.arange(1, 9)
-    values = np.exp(0.3 * depths) * np.random.default_rng(0).uniform(0.9, 1.1, (4, 8))
-    found = measures.log_slope(torch.tensor(values), torch.tensor(depths))
-    wanted = [np.polyfit(depths, np.log(row), 1)[0] for row in values]
-    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4)
-
-
 def test_sink_sets() -> None:
     assert measures.first_sink(2, 3).tolist() == [[True, False, False]] * 2
     marked = measures.explicit_sink((0, 2, 7), 1, 4)  # 7 lies past this text

@@ -187,10 +187,3 @@ def draft_scores(
         "best": best,
     }
     return found if target is None else {**found, "tv": tv}
-
-
-def log_slope(values: Tensor, depths: Tensor) -> Tensor:
-    """Least-squares slope of ``log values`` over ``depths`` along the last dimension."""
-    y, x = values.float().log(), depths.float()
-    x = x - x.mean()
-    return ((y - y.mean(dim=-1, keepdim=True)) * x).sum(-1) / x.pow(2).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -411,6 +412,9 @@ def masses(bench: Bench) -> Iterator[Row]:
                 check=True,
                 capture_output=True,
                 text=True,
+                # glibc keeps freed blocks that the next, larger one does not fit into; without
+                # this the process shows them, and not what is held.
+                env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144"},
             )
             before, after, busy = map(float, done.stdout.split())
             grown[case, tokens] = after - before

@@ -44,7 +44,7 @@ def run_jobs_on_ray(
     ------
     ConfigError: Ray is not installed, or no cluster answers at ``address``.
     ResourceError: of a job. The others would meet it too, so they are ended.
-    RunError: the worker of a job died again and again.
+    RunError: a job could not begin on its worker, or the worker died again and again.
     """
     try:
         import ray
@@ -121,7 +121,7 @@ def _outcome(ray: Any, done: Any, name: str) -> DriftlabError | None:
     except ray.exceptions.RayTaskError as stopped:
         raise RunError(
             f"cell {name} could not begin on its worker",
-            got=str(stopped.cause).strip().splitlines()[-1],
+            got=([type(stopped.cause).__name__, *str(stopped.cause).split("\n")])[-1],
             remedy="Install the same driftlab on every machine of the cluster.",
         ) from None
     except ray.exceptions.RayError as lost:

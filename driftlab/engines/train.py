@@ -528,8 +528,9 @@ def _precision(spec: TrainSpec, device: torch.device) -> tuple[bool, str]:
 
 def _identity(drafter: Drafter, corpus: Features, spec: TrainSpec, seed: int) -> str:
     """Everything that decides what a training computes, from its first step on."""
-    # Settings that were added later are left out while they are off.
-    settings = spec.model_dump_json(exclude=None if spec.evaluate_every else {"evaluate_every"})
+    # How often it is saved moves no number; a setting that was added later is left out while off.
+    later = set() if spec.evaluate_every else {"evaluate_every"}
+    settings = spec.model_dump_json(exclude={"checkpoint_every", *later})
     vocabulary = sha256(drafter.draft_to_target.cpu().numpy().tobytes()).hexdigest()
     return (
         f"{drafter.config.model_dump_json()} {settings} seed {seed}, "

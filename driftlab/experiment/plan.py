@@ -53,8 +53,8 @@ class Variant:
     attention_gate: bool
     ttt: int
     alignment: float
-    steps_scale: float = 1.0
-    lr_scale: float = 1.0
+    steps_scale: float
+    lr_scale: float
 
     @property
     def name(self) -> str:
@@ -84,19 +84,10 @@ class Variant:
 
 def variants(experiment: Experiment) -> list[Variant]:
     """The product of the axes, in the file's order."""
-    axes = experiment.axes
+    levels = experiment.levels()
     return [
-        Variant(*chosen)
-        for chosen in itertools.product(
-            axes.fusion_norm,
-            axes.feedback,
-            axes.residual,
-            axes.attention_gate,
-            axes.ttt or (experiment.train.ttt,),
-            axes.alignment or (experiment.train.alignment,),
-            axes.steps_scale or (1.0,),
-            axes.lr_scale or (1.0,),
-        )
+        Variant(**dict(zip(levels, chosen, strict=True)))
+        for chosen in itertools.product(*levels.values())
     ]
 
 

@@ -130,12 +130,14 @@ def agreement(runs: Mapping[str, Numbers]) -> Found | None:
 def budget(runs: Mapping[str, Numbers]) -> Found | None:
     """What changes as drafters are trained for longer, by the tokens that they learned from."""
     run = runs["budget"]
+    if not run.has_forced:
+        return None
     cells = run.tables.cells
     groups = [g for g in run.free.groups if not g.condition]
     learned = {
         g: float(cells.loc[cells["variant"] == g.variant, "train_tokens"].mean()) for g in groups
     }
-    groups.sort(key=lambda g: (f"{g.fusion_norm}+{g.feedback}", learned[g]))
+    groups.sort(key=lambda g: (g.norms, learned[g]))
     first, last = run.free.index[0], run.deepest
     rows: dict[str, dict[str, Estimate]] = {}
     drawn: dict[str, list[tuple[str, object, Estimate]]] = {
@@ -143,10 +145,9 @@ def budget(runs: Mapping[str, Numbers]) -> Found | None:
         for name in ("growth of the state", "change of the sink", "deep accuracy", "drafts")
     }
     for g in groups:
-        switches = f"{g.fusion_norm}+{g.feedback}"
         growth, sink = run.growth(g, 1, run.deep), run.change(g, "sink", first, last)
         deep, drafts = run.number(run.forced.accuracy(g, last)), run.number(run.drafts(g))
-        rows[f"{switches}, {learned[g] / 1000:.0f}k tokens"] = {
+        rows[f"{g.norms}, {learned[g] / 1000:.0f}k tokens"] = {
             "drafts": drafts,
             "forced @1": run.number(run.forced.accuracy(g, 1)),
             f"forced @{last}": deep,
@@ -156,12 +157,9 @@ def budget(runs: Mapping[str, Numbers]) -> Found | None:
             f"own drafts @{last}": run.level(g, "draft_mass", last),
         }
         for panel, e in zip(drawn, (growth, sink, deep, drafts), strict=True):
-            drawn[panel].append((switches, learned[g] / 1000, e))
+            drawn[panel].append((g.norms, learned[g] / 1000, e))
 
-    by_switches = {
-        v: [g for g in groups if f"{g.fusion_norm}+{g.feedback}" == v] for v in (NEITHER, BOTH)
-    }
-    pre, post = by_switches[NEITHER], by_switches[BOTH]
+    pre, post = ([g for g in groups if g.norms == v] for v in (NEITHER, BOTH))
     if len(pre) < 2 or len(pre) != len(post):
         return None
     free, forced = run.free, run.forced

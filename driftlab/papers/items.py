@@ -355,11 +355,7 @@ def extrapolation(runs: Mapping[str, Numbers]) -> Found | None:
     named: dict[tuple[str, int], Group] = {}
     for name, variants in {"pre-norm": (NEITHER,), "post-norm": (BOTH, POST)}.items():
         for g in run.free.groups:
-            if (
-                f"{g.fusion_norm}+{g.feedback}" in variants
-                and g.ttt is not None
-                and not g.condition
-            ):
+            if g.norms in variants and g.ttt is not None and not g.condition:
                 named.setdefault((name, g.ttt), g)
     if not named:
         return None

@@ -104,11 +104,8 @@ class Numbers:
     ) -> Group | None:
         """The group of ``variant`` (its two norms), raw residual."""
         for g in self.free.groups:
-            if f"{g.fusion_norm}+{g.feedback}" != variant or g.residual != "raw":
-                continue
-            if g.condition != condition or g.attention_gate != gate or g.alignment:
-                continue
-            if ttt is None or g.ttt == ttt:
+            usual = ("raw", gate, g.ttt if ttt is None else ttt, 0.0, 1.0, 1.0)
+            if (g.norms, g.condition, g.stratum) == (variant, condition, usual):
                 return g
         return None
 

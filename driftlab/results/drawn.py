@@ -54,7 +54,6 @@ def _made_of(run: RunDirectory) -> str:
     tables = [run.path / f"{name}.parquet" for name in (*SMALL, *OPTIONAL)]
     facts: dict[str, Any] = {
         "manifest": {key: manifest.get(key) for key in _READ},
-        "noted": manifest.get("tables"),
         "tables": {path.name: _hash(path) for path in tables if path.exists()},
         "code": [_hash(path) for path in sorted(Path(__file__).parents[1].glob("results/*.py"))],
         "libraries": {name: version(name) for name in _LIBRARIES},

@@ -174,7 +174,8 @@ def _union(experiments: Sequence[Experiment], name: str) -> Experiment:
     data["name"] = name
     data["seeds"] = sorted({seed for e in experiments for seed in e.seeds})
     for axis in Axes.model_fields:
-        values = {value for e in experiments for value in getattr(e.axes, axis)}
+        named = any(getattr(e.axes, axis) for e in experiments)
+        values = {value for e in experiments for value in e.levels()[axis]} if named else set()
         kind = type(next(iter(values), None))
         order = list(kind) if issubclass(kind, Enum) else sorted(values)
         data["axes"][axis] = [v for v in order if v in values]

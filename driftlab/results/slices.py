@@ -55,6 +55,11 @@ class Group:
     condition: str
 
     @property
+    def norms(self) -> str:
+        """The two switches, as a plain variant is named."""
+        return f"{self.fusion_norm}+{self.feedback}"
+
+    @property
     def alignment(self) -> float:
         """Weight of the attention-alignment loss."""
         return self._named("aligned", 0.0)

@@ -137,7 +137,8 @@ def seconds(job: Job) -> tuple[float, str] | None:
 
 def _learning(spec: dict, prompts: int) -> float:
     train, lengths = spec["train"], spec["axes"].get("ttt") or [spec["train"]["ttt"]]
-    mean = sum(lengths) / len(lengths)
+    scales = spec["axes"].get("steps_scale") or [1.0]
+    mean = sum(lengths) / len(lengths) * sum(scales) / len(scales)
     return float(train["steps"] * train["batch"] * train["max_length"] * mean)
 
 

@@ -33,15 +33,21 @@ def call(words: Sequence[str]) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def installed(python: Path) -> bool:
+    """Whether the tool is there; by the exit status, since a warning is no failure."""
+    words = [str(python), "-c", "import pip_audit"]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
 def prepared() -> str:
     """Make the environment; "" or why it cannot be made."""
     python = HOME / "bin" / "python"
     if not python.exists():
         venv.create(HOME, with_pip=True)
     words = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TOOL]
-    if call([str(python), "-c", "import pip_audit"])[1]:
+    if not installed(python):
         _, complaint = call(words)
-        if call([str(python), "-c", "import pip_audit"])[1]:
+        if not installed(python):
             return f"{TOOL} cannot be installed: {last(complaint)}"
     return ""
 
