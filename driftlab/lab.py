@@ -536,21 +536,6 @@ class Lab:
         seed: int,
         batch: int,
     ) -> Features:
-        longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
-        shape, boundaries = self.target.shape, self.drafter.config.boundaries
-        at_once = min(batch, len(found) * len(temperatures))
-        memory.refuse_too_large(
-            f"capturing states of {at_once} texts of up to {longest} tokens at once",
-            lambda n: memory.capturing_bytes(
-                n,
-                longest,
-                hidden=self.target.hidden_size,
-                intermediate=shape.intermediate_size,
-                boundaries=len(boundaries),
-            ),
-            at_once,
-            "--batch",
-        )
         texts: list[Text] = []
         for temperature in temperatures:
             writing = Writing(max_new_tokens, temperature, seed, batch)
@@ -560,7 +545,7 @@ class Lab:
         return FeatureStore(self.cache / "states").build(
             self.target,
             sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
-            boundaries,
+            self.drafter.config.boundaries,
             dtype=dtype,
             batch=batch,
             progress="states of the target",

@@ -30,7 +30,7 @@ class Scribe:
     """
 
     name, fingerprint = "scribe", "f" * 64
-    device, shape = torch.device("cpu"), pairs.target().shape
+    device, dtype, shape = torch.device("cpu"), torch.float32, pairs.target().shape
     hidden_size, n_layers, vocab_size = pairs.WIDTH, pairs.LAYERS, pairs.VOCAB
 
     def __init__(self) -> None:
@@ -80,6 +80,28 @@ def test_a_batch_that_does_not_fit_is_refused_before_it_is_begun(
     monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
     assert write(tmp_path, scribe=scribe) == texts
     assert not scribe.asked
+
+
+def test_memory_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the batch's own buffers are a part of what is taken."""
+    free = iter([1 << 40])
+    monkeypatch.setattr(memory, "free_bytes", lambda: next(free, 0))
+    scribe = Scribe()
+    assert len(write(tmp_path, scribe=scribe)) == 5
+    assert scribe.asked == 3 and next(free, None) is None
+
+
+@pytest.mark.parametrize(("min_tokens", "rows"), [(0, 5), (70, 100)])
+def test_no_more_texts_are_compared_than_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_tokens: int, rows: int
+) -> None:
+    """Rounds over the prompts fill any batch; one round has as many as there are prompts."""
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
+    with pytest.raises(ResourceError, match=f"^writing {rows} texts") as caught:
+        write(tmp_path, replace(SAMPLED, batch=100, min_tokens=min_tokens))
+    assert caught.value.remedy == (
+        "Not even a batch of 1 fits: use a larger machine or shorter texts."
+    )
 
 
 def test_every_prompt_is_continued_once_and_found_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from driftlab.data import features
 from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.errors import ContractError, DataError, NumericsError, ResourceError
+from driftlab.models import memory
 from driftlab.models.target import Target
 
 WIDTH, BOUNDARIES = 4, (0, 2, 3)
@@ -32,6 +33,7 @@ class Counting:
     """States that can be checked by hand: position, boundary and token, in every component."""
 
     name, hidden_size, fingerprint, dtype = "counting", WIDTH, "f" * 64, torch.float32
+    device, shape = torch.device("cpu"), SimpleNamespace(intermediate_size=8)
 
     def __init__(self, fail_after: int = 10**9, pause: float = 0.0) -> None:
         self.calls, self.fail_after, self.pause = 0, fail_after, pause
@@ -337,6 +339,61 @@ def test_states_that_are_not_finite_are_named(tmp_path: Path) -> None:
     with pytest.raises(NumericsError, match=r"boundary 2 .*not finite in float16 at position 2"):
         build(tmp_path, Large(), dtype="float16")
     assert len(build(tmp_path, Large(), dtype="bfloat16")) == 12
+
+
+TOKEN = 4 * ((2 * len(BOUNDARIES) + 10) * WIDTH + 3 * 8)  # bytes of a pass, by hand
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "fit", "remedy"),
+    [
+        (5, 5, 3, "Use a batch of 3."),
+        (99, 12, 3, "Use a batch of 3."),
+        (5, 5, 0, "Not even a batch of 1 fits: use a larger machine or shorter texts."),
+        (None, 12, 3, "Use a larger machine or shorter texts."),
+    ],
+)
+def test_a_pass_that_does_not_fit_is_refused_before_it_is_begun(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int | None,
+    rows: int,
+    fit: int,
+    remedy: str,
+) -> None:
+    longest = max(len(text.tokens) for text in texts())
+    monkeypatch.setattr(memory, "free_bytes", lambda: fit * longest * TOKEN)
+    target = Counting()
+    said = f"^capturing states of {rows} texts of up to {longest} tokens at once needs"
+    with pytest.raises(ResourceError, match=said) as caught:
+        build(tmp_path, target, batch=batch)
+    assert caught.value.remedy == remedy
+    assert not target.calls and not list(tmp_path.rglob("shard-*"))
+    if fit:
+        assert len(build(tmp_path, target, batch=fit)) == 12
+    target.device = torch.device("cuda")
+    assert len(build(tmp_path / "gpu", target, batch=batch)) == 12
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_only_what_is_missing_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass holds texts of one shard, so a shard of few texts needs as little."""
+    whole = build(tmp_path, batch=99)
+    manifest = tmp_path / whole.key / "manifest.json"
+    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
+    assert same(whole, build(tmp_path, batch=99))
+    manifest.unlink()
+    assert same(whole, build(tmp_path, batch=99))
+    manifest.unlink()
+    lost = whole.manifest["shards"][-1]
+    (tmp_path / whole.key / lost["name"]).unlink()
+    part = texts()[lost["first"] :]
+    need = len(part) * max(len(text.tokens) for text in part) * TOKEN
+    monkeypatch.setattr(memory, "free_bytes", lambda: need - 1)
+    with pytest.raises(ResourceError, match=f"^capturing states of {len(part)} texts"):
+        build(tmp_path, batch=99)
+    monkeypatch.setattr(memory, "free_bytes", lambda: need)
+    assert same(whole, build(tmp_path, batch=99))
 
 
 def test_bad_requests(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ class _Corpus:
         self._home, self._bar = home, bar
         self._chunks: list[_Chunk] = []
         self._at: dict[tuple[int, int], tuple[_Chunk, int]] = {}  # by the request's seed and index
+        self._checked = False  # whether a batch fits
         self._tokens = 0  # made or read so far, in complete and in running texts
 
     def write(self) -> list[Text]:
@@ -174,8 +175,9 @@ class _Corpus:
                 chunk.texts[:] = stored
                 self._count(chunk.tokens)
                 continue
-            if not self._at:
+            if not self._checked:
                 self._check_memory()
+                self._checked = True
             seed = writing.seed * 1_000_003 + number
             for i, prompt in enumerate(prompts):
                 self._at[seed, i] = chunk, i
@@ -187,19 +189,21 @@ class _Corpus:
         if target.device.type != "cpu":
             return
         longest = max(len(prompt.tokens) for prompt in self._prompts)
+        at_once = writing.batch if writing.min_tokens else min(writing.batch, len(self._prompts))
         shape = target.shape
         memory.refuse_too_large(
-            f"writing {writing.batch} texts of up to {longest + writing.max_new_tokens} tokens "
-            "at once",
+            f"writing {at_once} texts of up to {longest + writing.max_new_tokens} tokens at once",
             lambda n: memory.writing_bytes(
                 *(n, longest, writing.max_new_tokens),
                 shape=shape,
                 hidden=target.hidden_size,
                 layers=target.n_layers,
                 vocabulary=target.vocab_size,
+                itemsize=target.dtype.itemsize,
             ),
-            writing.batch,
+            at_once,
             "a batch of",
+            memory.TEXTS,
         )
 
     def _enough(self) -> int | None:

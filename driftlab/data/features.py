@@ -37,6 +37,8 @@ from tqdm import tqdm
 
 from driftlab.data.text import Text
 from driftlab.errors import DataError, NumericsError, ResourceError
+from driftlab.models import memory
+from driftlab.models.anatomy import Shape
 from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -44,7 +46,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 FORMAT = 1
 LAST_STATE = "post_final_norm"
 SHARD_BYTES = 8 << 20
-CAPTURED = 16  # texts in one forward pass
+CAPTURED = 16  # texts in one forward pass, unless told
 _DTYPES = {name: getattr(torch, name) for name in get_args(Dtype)}
 _DIGEST = 32  # bytes of a SHA-256
 _OPEN_SHARDS = 64
@@ -75,6 +77,10 @@ class StateSource(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def shape(self) -> Shape: ...
     def check_boundaries(self, boundaries: Sequence[int]) -> None: ...
     def self_check(self, tokens: Sequence[int]) -> None: ...
     def forward(
@@ -135,7 +141,7 @@ class FeatureStore:
         boundaries: Sequence[int],
         *,
         dtype: Dtype = "bfloat16",
-        batch: int = CAPTURED,
+        batch: int | None = None,
         progress: str = "",
     ) -> Features:
         """Compute the states of ``texts``, or what is missing of them, and open them.
@@ -144,12 +150,13 @@ class FeatureStore:
         ----------
         boundaries: ascending residual-stream ids, 0 .. n.
         dtype: of the stored states; the target computes in its own.
-        batch: texts in one forward pass.
+        batch: texts in one forward pass; None takes ``CAPTURED``, and no remedy names it.
         progress: title of the progress bar; none is shown without it.
 
         Raises
         ------
-        ResourceError: the estimated size exceeds the free space (before anything is written), or
+        ResourceError: the estimated size exceeds the free space, or a batch the free memory
+            (before anything is written; memory of another device than the CPU is not known), or
             the space ran out (what is written is kept and used by the next call).
         NumericsError: a state is not finite, or too large for ``dtype``.
         DataError: no texts, or texts that the target refuses.
@@ -186,7 +193,7 @@ class FeatureStore:
         texts: Sequence[Text],
         boundaries: Sequence[int],
         dtype: Dtype,
-        batch: int,
+        batch: int | None,
         progress: str,
     ) -> None:
         width = (len(boundaries) + 1) * target.hidden_size
@@ -195,6 +202,9 @@ class FeatureStore:
         plan = _plan([len(t.tokens) for t in texts], row_bytes)
         missing = [s for s in plan if _digest(folder / s.name, s.tokens * row_bytes) is None]
         self._check_space(sum(s.tokens for s in missing) * row_bytes)
+        if missing and target.device.type == "cpu":
+            _check_memory(target, texts, missing, boundaries, _DTYPES[dtype], batch)
+        batch = CAPTURED if batch is None else batch
         target.self_check(texts[0].tokens[:64])
         total = sum(s.tokens for s in plan)
         done = total - sum(s.tokens for s in missing)
@@ -459,6 +469,41 @@ def _plan(lengths: Sequence[int], row_bytes: int) -> list[_Shard]:
             shards.append(_Shard(f"shard-{len(shards):05d}", first, index - first, tokens))
             first, tokens = index, 0
     return shards
+
+
+def _check_memory(
+    target: StateSource,
+    texts: Sequence[Text],
+    missing: Sequence[_Shard],
+    boundaries: Sequence[int],
+    dtype: torch.dtype,
+    batch: int | None,
+) -> None:
+    """Refuse a forward pass of ``missing`` that does not fit."""
+    # Of each shard: its texts, and the longest. A pass holds texts of one shard.
+    sizes = [
+        (s.count, max(len(text.tokens) for text in texts[s.first : s.first + s.count]))
+        for s in missing
+    ]
+    most = CAPTURED if batch is None else batch
+    count, longest = max(sizes, key=lambda of: min(of[0], most) * of[1])
+    at_once = min(count, most)
+    memory.refuse_too_large(
+        f"capturing states of {at_once} texts of up to {longest} tokens at once",
+        lambda n: max(
+            memory.capturing_bytes(
+                *(min(count, n), longest),
+                hidden=target.hidden_size,
+                intermediate=target.shape.intermediate_size,
+                boundaries=len(boundaries),
+                itemsize=max(target.dtype.itemsize, dtype.itemsize),
+            )
+            for count, longest in sizes
+        ),
+        at_once,
+        None if batch is None else "a batch of",
+        memory.TEXTS,
+    )
 
 
 def _states(

@@ -23,8 +23,7 @@ import torch
 from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
-from driftlab.data.features import CAPTURED, Features, FeatureStore
-from driftlab.data.text import Text
+from driftlab.data.features import Features, FeatureStore
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.pool import Progress, run_jobs
@@ -120,7 +119,6 @@ def _prepare(
         train_texts = plan.texts_to_learn() if given is None else []
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):
-        _check_capture(plan, [*measure_texts, *train_texts])
         learned = plan.states(train_texts, "states to learn from") if train_texts else None
         measured = plan.states(measure_texts, "states to measure on")
         frozen = plan.freeze()
@@ -178,26 +176,6 @@ def _prepare(
         **notes,
     )
     return phases
-
-
-def _check_capture(plan: Plan, texts: Sequence[Text]) -> None:
-    """Refuse a target whose states do not fit; another device's memory is not known."""
-    target = plan.target
-    if target.device.type != "cpu":
-        return
-    longest = max(len(text.tokens) for text in texts)
-    memory.refuse_too_large(
-        f"capturing states of {CAPTURED} texts of up to {longest} tokens at once",
-        lambda n: memory.capturing_bytes(
-            n,
-            longest,
-            hidden=target.hidden_size,
-            intermediate=target.shape.intermediate_size,
-            boundaries=len(plan.boundaries),
-        ),
-        CAPTURED,
-        "shorter texts; at this length there is room for",
-    )
 
 
 def _check_memory(

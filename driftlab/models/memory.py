@@ -1,7 +1,8 @@
 """What a piece of work needs in bytes, what is free, and the refusal before it begins.
 
-Estimates count the tensors that are alive at the same time at the peak, in float32. They are upper
-bounds, and less than about twice what is taken: tests/reliability/peaks.py measures them.
+Estimates count the tensors that are alive at the same time at the peak, a drafter's in float32, a
+target's in its own dtype. They are upper bounds, and less than about twice what is taken:
+tests/reliability/peaks.py measures them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PROCESS = 500 << 20  # Python with torch and transformers, before it does anything
 _ITEM = 4  # bytes of a float32
+TEXTS = "a larger machine or shorter texts"  # where no draft vocabulary takes part
 _LOSS = 2**21  # elements of one block of logits in training, on a CPU
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -119,24 +121,51 @@ def probing_bytes(config: DrafterConfig, texts: int, longest: int, depth: int) -
     return _ITEM * (every + teacher + full + block + tokens * each)
 
 
+def _widened(itemsize: int, rows: int, width: int, height: int) -> int:
+    """Bytes of one layer of a target in half precision that is multiplied in float32, as on a CPU
+    without units for halves (driftlab.models.wide): its input, its output and its weights."""
+    return 0 if itemsize >= _ITEM else _ITEM * (rows * (width + height) + width * height)
+
+
 def capturing_bytes(
-    batch: int, longest: int, *, hidden: int, intermediate: int, boundaries: int
+    batch: int, longest: int, *, hidden: int, intermediate: int, boundaries: int, itemsize: int
 ) -> int:
-    """Peak of one forward of a target whose states are kept, besides its weights."""
-    return _ITEM * batch * longest * ((2 * boundaries + 10) * hidden + 3 * intermediate)
+    """Peak of one forward of a target whose states are kept, besides its weights.
+
+    itemsize: bytes of a number, in the target or as it is kept.
+    """
+    tokens = batch * longest
+    wide = _widened(itemsize, tokens, hidden, intermediate)
+    return itemsize * tokens * ((2 * boundaries + 10) * hidden + 3 * intermediate) + wide
 
 
 def writing_bytes(
-    batch: int, prompt: int, new: int, *, shape: Shape, hidden: int, layers: int, vocabulary: int
+    batch: int,
+    prompt: int,
+    new: int,
+    *,
+    shape: Shape,
+    hidden: int,
+    layers: int,
+    vocabulary: int,
+    itemsize: int,
 ) -> int:
     """Peak of a target that continues ``batch`` prompts of at most ``prompt`` tokens by ``new``,
-    besides its weights: keys and values of every layer, a pass over prompts, one step's logits."""
+    besides its weights: keys and values of every layer, a pass over prompts, one step's logits.
+
+    itemsize: bytes of the target's numbers; tokens are drawn in float32.
+    """
     keys = 2 * shape.num_kv_heads * shape.head_dim * layers
     read = min(batch * prompt, max(prompt, PREFILL))
     block = 10 * hidden + 3 * shape.intermediate_size + keys
     wide = 2 * shape.num_heads * shape.head_dim  # one layer's keys and values, one for each head
     slots = batch * (prompt + new)
-    return _ITEM * (slots * (keys + wide) + read * block + 4 * batch * vocabulary)
+    widened = max(
+        _widened(itemsize, read, hidden, shape.intermediate_size),
+        _widened(itemsize, batch, hidden, vocabulary),
+    )
+    drawn = _ITEM * 4 * batch * vocabulary
+    return itemsize * (slots * (keys + wide) + read * block) + widened + drawn
 
 
 def size(n: int) -> str:
@@ -144,25 +173,29 @@ def size(n: int) -> str:
 
 
 def refuse_too_large(
-    what: str, need: Callable[[int], int], now: int, setting: str, *, free: int | None = None
-) -> int:
-    """Compare ``need(now)`` bytes with what is free; returns the need.
+    what: str,
+    need: Callable[[int], int],
+    now: int,
+    setting: str | None,
+    otherwise: str = "a larger machine, shorter texts, or a smaller draft vocabulary",
+) -> None:
+    """Compare ``need(now)`` bytes with what is free.
 
     ``need`` maps a setting (a batch, a number of workers) to bytes; the largest value of it that
-    fits goes into the message as ``setting VALUE``.
+    fits goes into the message as ``setting VALUE``. ``otherwise`` is what helps when none fits, or
+    when the caller can set nothing (None).
 
     Raises ResourceError: it does not fit.
     """
-    free = free_bytes() if free is None else free
-    needed = need(now)
+    free, needed = free_bytes(), need(now)
     if free is None or needed <= free:
-        return needed
-    fits = next((n for n in range(now - 1, 0, -1) if need(n) <= free), None)
+        return
+    remedy = f"Use {otherwise}."
+    if setting is not None:
+        fits = next((n for n in range(now - 1, 0, -1) if need(n) <= free), None)
+        remedy = (
+            f"Use {setting} {fits}." if fits else f"Not even {setting} 1 fits: use {otherwise}."
+        )
     raise ResourceError(
-        f"{what} needs {size(needed)} of memory",
-        got=f"{size(free)} free",
-        remedy=f"Use {setting} {fits}."
-        if fits
-        else f"Not even {setting} 1 fits: use a larger "
-        "machine, shorter texts, or a smaller draft vocabulary.",
+        f"{what} needs {size(needed)} of memory", got=f"{size(free)} free", remedy=remedy
     )
