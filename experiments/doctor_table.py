@@ -58,7 +58,9 @@ class Table:
         else:
             shown = tried[0] if tried else max(found.candidates, key=lambda c: c.margin.value)
         if winner is not None:
-            named = ", ".join(f"{k} = {v}" for k, v in winner.patch.items())
+            patches = (c.patch for c in (winner, *found.rivals))
+            said = (", ".join(f"{k} = {v}" for k, v in patch.items()) for patch in patches)
+            named = "; as good: ".join(said)
         elif cure is None:
             named = f"nothing (nearest: {shown.name})"
         else:

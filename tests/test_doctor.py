@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from driftlab import doctor
 from driftlab.config import Feedback, FusionNorm, Origin, Residual, Rope, Sourced
-from driftlab.doctor import Diagnosis, Limits, Outcome, Verdict
+from driftlab.doctor import Diagnosis, Limits, Outcome, Verdict, scoring
 from driftlab.doctor.candidates import alternatives, changes
 from driftlab.doctor.ruling import hopeless, outcome
 from driftlab.doctor.scoring import Bench, margins, own_texts, paired_p
@@ -186,6 +188,24 @@ def test_a_first_look_is_a_quarter_of_the_texts() -> None:
     assert few.texts == 8  # too few to look at a part of them
 
 
+def test_all_that_a_bench_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions alone would fit; with states and the part of the draft vocabulary not."""
+    target, drafter = faults.target(), faults.drafter()
+    texts = own_texts(target, faults.prompts(), tokens=100, seed=0)
+    on = Bench(target, texts)
+    before = on.score({"own": drafter})["own"]
+    held = [b for look in on._looks for b in look]
+    p = sum(b.p.numel() for b in held if b.p is not None)
+    places = sum(len(texts) * b.tokens.shape[1] for b in held)
+    assert len(held) == 1 and held[0].mapped is not None
+    states = places * target.hidden_size * (1 + len(drafter.config.boundaries))
+    assert held[0].held >= p + states + held[0].mapped[1].numel()
+    monkeypatch.setattr(scoring, "KEEP", p)
+    again = Bench(target, texts)
+    assert again.score({"own": drafter})["own"].cross_entropy == before.cross_entropy
+    assert not any(b.held for look in again._looks for b in look)
+
+
 def test_margins_are_paired_over_texts() -> None:
     drafter = faults.drafter()
     texts = own_texts(faults.target(), faults.prompts(), tokens=200, seed=0)
@@ -310,10 +330,27 @@ def test_a_clean_page_says_what_it_could_have_seen(clean: Diagnosis) -> None:
     near, seen = clean.reasons
     assert all(f"{c.name} (at most {max(c.margin.high, 0):.3f} nats" in near for c in even)
     level = 0.05 / (2 * len(clean.candidates))
-    tail, power = (-scipy.stats.norm.ppf(x) for x in (level / 2, 0.2))
-    alone = -scipy.stats.norm.ppf(0.025)
-    wide = max(c.margin.smallest for c in even) * (tail + power) / (alone + power)
-    assert f"saves {wide:.3f} nats" in seen and "0.02 nats or 2% would matter" in seen
+    alone, power = (-scipy.stats.norm.ppf(x) for x in (0.025, 0.2))
+    wide = []
+    for c in clean.candidates:
+        if c.outcome is Outcome.worse:
+            continue
+        tail = -scipy.stats.t.ppf(level / 2, c.score.texts - 1)
+        error = c.margin.smallest / (alone + power)
+        share = scipy.stats.nct.sf(tail, c.score.texts - 1, tail + power)
+        assert share == pytest.approx(0.8, abs=0.08)  # the normal power is near Student's
+        wide.append(error * (tail + power))
+    assert f"saves {max(wide):.3f} nats" in seen and "0.02 nats or 2% would matter" in seen
+
+
+def test_nothing_is_better_on_a_first_look(ill: Diagnosis) -> None:
+    """Next to the best reading others are hopeless, though they beat the file's as well."""
+    early = [c for c in ill.candidates if c.score.texts < ill.texts]
+    promising = [c for c in early if c.margin.low > 0.005 and c.margin.p < 1e-4]
+    assert promising
+    assert all(c.outcome is Outcome.unclear for c in promising)
+    assert not any(c.outcome is Outcome.better for c in early)
+    assert ill.winner is not None and ill.winner.score.texts == ill.texts
 
 
 @pytest.mark.parametrize("kind", ["spread", "twice"])
@@ -331,6 +368,17 @@ def test_twins_compute_the_same(kind: str) -> None:
     own, same, other = (sum(found[name].cross_entropy) for name in ("own", "twin", "wrong"))
     assert abs(same - own) <= (1e-4 if kind == "spread" else 0.1 * (other - own))
     assert other > own + 0.1
+
+
+def test_the_table_names_the_equals_of_a_winner(
+    ill: Diagnosis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parent.parent / "experiments" / "doctor_table.py"
+    table = runpy.run_path(str(path))["Table"]()
+    (equal,) = [c for c in ill.candidates if c.name == "residual normed"]
+    cure = {"feedback": Feedback.pre_norm}
+    table.add("pair", "fault", replace(ill, rivals=(equal,)), cure)
+    assert "| feedback = pre_norm; as good: residual = normed |" in capsys.readouterr().out
 
 
 # Self-checks

@@ -302,7 +302,7 @@ class _Case:
         for round_ in range(FAULTS):
             made = self._extend(options, stems, limits, f"readings, pass {round_ + 1}")
             found += made
-            better = [c for c in made if c.outcome is Outcome.better and c.score.texts == own.texts]
+            better = [c for c in made if c.outcome is Outcome.better]
             if not better:
                 break
             best = self._front([*best, *better], limits, 2 * len(found))
@@ -351,6 +351,9 @@ class _Case:
                 n: outcome(limits, *(replace(e, p=adjusted[f"{e.unit} {n}"]) for e in pair))
                 for n, pair in over.items()
             }
+            for n in tries:  # a first look is enough to give up, and never to win
+                if outcomes[n] is Outcome.better and scores[n].texts < stems[0][2].texts:
+                    outcomes[n] = Outcome.unclear
             if part == left or Outcome.better in (outcomes[name] for name in part):
                 break
         return [

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from scipy.stats import norm
+from scipy.stats import t as student
 
 from driftlab.doctor.diagnosis import FILE, Candidate, Limits, Outcome, Verdict
 from driftlab.doctor.selfcheck import Check
@@ -84,14 +85,18 @@ def sensitivity(limits: Limits, candidates: Sequence[Candidate]) -> str:
     """How small a fault this text would have shown, against what matters."""
     first = [c for c in candidates if c.against == FILE]
     open_ = [c for c in first if c.outcome is not Outcome.worse]
+    tests, power = 2 * max(len(first), 1), norm.ppf(POWER)
+    # Estimates tell it for one normal test at the same level; here two tests a reading are
+    # corrected, and they are Student's.
+    more = [
+        (student.isf(LEVEL / 2 / tests, c.score.texts - 1) + power) / (norm.isf(LEVEL / 2) + power)
+        for c in open_
+    ]
     seen = {}
     field: Literal["margin", "accepted"]
     for field in ("margin", "accepted"):
-        smallest = max((getattr(c, field).smallest for c in open_), default=0.0)
-        # Estimates tell it for one test at the same level; here two a reading are corrected.
-        plain, corrected = (norm.isf(LEVEL / 2 / n) for n in (1, 2 * max(len(first), 1)))
-        power = norm.ppf(POWER)
-        seen[field] = smallest * (corrected + power) / (plain + power)
+        each = (getattr(c, field).smallest * m for c, m in zip(open_, more, strict=True))
+        seen[field] = max(each, default=0.0)
     return (
         f"this text shows a reading that saves {seen['margin']:.3f} nats or accepts "
         f"{seen['accepted']:.3f} more drafts ({seen['accepted'] / limits.length:.1%} of the "

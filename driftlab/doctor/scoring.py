@@ -39,7 +39,7 @@ DEPTH = 4
 MIX = 0.01
 TEXTS, ROUNDS = 24, 4
 BUDGET = 2**25  # numbers of the target's distributions held at once
-KEEP = 2**28  # numbers of them that are kept between two calls
+KEEP = 2**28  # numbers of the target (distributions, states) that are kept between two calls
 ROUNDING = 1e-5  # nats or drafts that single precision can make of nothing
 FEW = 4  # texts of a first look, below which there is none: one text in four
 
@@ -183,6 +183,12 @@ class _Batch:
     def first(self) -> int:
         return int(self.starts.min())
 
+    @property
+    def held(self) -> int:
+        """How many numbers of the target are held."""
+        tensors = (self.p, self.last, *self.states.values(), *(self.mapped or ()))
+        return sum(t.numel() for t in tensors if t is not None)
+
     def reachable(self, ids: Tensor) -> Tensor:
         """The target's probabilities of ``ids`` [Vd], [B, S - first, Vd]."""
         assert self.p is not None
@@ -273,8 +279,7 @@ class Bench:
             )
 
     def _forget(self, batch: _Batch) -> None:
-        held = sum(b.p.numel() for look in self._looks for b in look if b.p is not None)
-        if held > KEEP:
+        if sum(b.held for look in self._looks for b in look) > KEEP:
             batch.p, batch.last, batch.mapped = None, None, None
             batch.states.clear()
 
