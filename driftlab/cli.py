@@ -236,7 +236,10 @@ def doctor(
 ) -> None:
     """Check that a drafter is read as it was trained: exit 0 clean, 3 doubtful, 4 wrong."""
     from driftlab import doctor as checks
+    from driftlab.models.checkpoints import refuse_occupied
 
+    if fix is not None:
+        refuse_occupied(fix)
     found = checks.examine(
         _open_target(target, device_map, tp_plan),
         drafter,
@@ -263,14 +266,15 @@ def export(
     strict: Strict = False,
 ) -> None:
     """Write a drafter as another engine or trainer reads it."""
-    from driftlab.models.checkpoints import load_drafter, save_drafter
+    from driftlab.models.checkpoints import load_drafter, refuse_occupied, save_drafter
 
+    refuse_occupied(out, source=drafter, dialect=to)
     opened = None if target is None else _open_target(target)
     made = load_drafter(drafter, target=opened, strict=strict)
     for name, source in made.provenance.items():
         if source.origin == "assumed":
             typer.echo(f"assumed: {name} = {source.value} ({source.where})")
-    for note in save_drafter(made, out, dialect=to, target=opened):
+    for note in save_drafter(made, out, dialect=to, target=opened, source=drafter):
         typer.echo(f"note: {note}")
     typer.echo(f"written: {out}")
 

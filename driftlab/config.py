@@ -54,6 +54,7 @@ class Frozen(BaseModel):
 
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Shift = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 
 
 def _check_lists(owner: BaseModel, *names: str, optional: tuple[str, ...] = ()) -> None:
@@ -138,15 +139,15 @@ class DrafterConfig(Frozen):
     out_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
-    windows: tuple[int | None, ...] = ()  # per layer; () is full attention in every layer
+    windows: tuple[Count | None, ...] = ()  # per layer; () is full attention in every layer
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     hidden_act: str = "silu"
     # The five fields below exist because trainers and runtimes differ on the same file.
     double_hidden_norm: bool = False  # hidden_norm(input_layernorm(u)), ModelOpt's HF trainer
     logits_from_raw: bool = False  # head reads the state before the final norm (SpecForge < #879)
-    draft_position_offset: int = 0  # 1: drafted positions one too far (SGLang < #25015)
+    draft_position_offset: Shift = 0  # 1: drafted positions one too far (SGLang < #25015)
     window_moves: bool = False  # True: the window counts from the drafted position (engines)
-    logit_scale: float = 1.0
+    logit_scale: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterConfig:

@@ -7,14 +7,18 @@ hypothesis thinks of.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
 sys.path.insert(0, str(Path(__file__).parent / "reliability"))
 
@@ -23,6 +27,9 @@ import fuzz
 from driftlab.config import Experiment, build_experiment, read_experiment
 from driftlab.data.prompts import load_prompts
 from driftlab.errors import CheckpointError, ConfigError, DataError, DriftlabError
+from driftlab.models.checkpoints import inspect
+from driftlab.models.checkpoints.native import contract_hash, file_hash
+from driftlab.models.loading import load_model
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
@@ -127,6 +134,171 @@ def test_more_layers_than_any_file_holds(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(weights)
     with pytest.raises(CheckpointError, match="1000000000000 layers cannot be in the file"):
+        fuzz.load_drafter(tmp_path)
+
+
+def public(folder: Path, **changes: Any) -> Path:
+    """A drafter of vLLM's spelling, with other fields in its config."""
+    config, _, data = fuzz.spelled("vllm")
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+def native(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """A drafter of the own layout with other fields or tensors, and checksums that agree."""
+    text, weights, _ = fuzz.own()
+    config = json.loads(text)
+    config["config"] |= changes
+    config["contract_sha256"] = contract_hash(config)
+    (folder / "model.safetensors").write_bytes(save({**load(weights), **(tensors or {})}))
+    config["sha256"] = file_hash(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"logit_scale": 0}, "logit_scale"),
+        ({"logit_scale": -1.0}, "logit_scale"),
+        ({"windows": [0]}, r"windows\.0"),
+        ({"windows": [10**30]}, r"windows\.0"),
+        ({"draft_position_offset": 10**30}, "draft_position_offset"),
+        ({"rope": {"rope_type": "linear", "parameters": {"factor": -3}}}, "cannot be built"),
+        ({"rope": {"rope_type": "linear", "parameters": {"factor": 0}}}, "cannot be built"),
+    ],
+)
+def test_impossible_contracts_of_the_own_layout(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    assert fuzz.load_drafter(native(tmp_path)).config.logit_scale == 1.0
+    with pytest.raises(DriftlabError, match=said):
+        fuzz.load_drafter(native(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_weights_that_are_no_numbers(tmp_path: Path, kind: torch.dtype) -> None:
+    shape = fuzz.own()[2]["fc.weight"].shape
+    folder = native(tmp_path, {"fc.weight": torch.ones(shape, dtype=kind)})
+    with pytest.raises(CheckpointError, match=r"fc\.weight \(torch"):
+        fuzz.load_drafter(folder)
+    ids = fuzz.own()[2]["draft_to_target"]
+    with pytest.raises(CheckpointError, match="holds no token ids"):
+        fuzz.load_drafter(native(tmp_path, {"draft_to_target": ids.float() + 0.5}))
+
+
+@pytest.mark.parametrize("scale", [0, -2.0])
+def test_a_scale_that_is_not_above_zero(tmp_path: Path, scale: float) -> None:
+    with pytest.raises(CheckpointError, match="logit_scale must be above 0"):
+        inspect(public(tmp_path, logit_scale=scale), target=fuzz.drafters.TARGET)
+
+
+def test_a_rotation_that_cannot_be_computed(tmp_path: Path) -> None:
+    block = {
+        **{"rope_type": "yarn", "rope_theta": 1, "factor": 4.0},
+        "original_max_position_embeddings": 64,
+    }
+    public(tmp_path, rope_parameters=block, rope_theta=1)
+    with pytest.raises(ConfigError, match="'yarn' cannot be built"):
+        fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope.theta": -1},
+        {"rope.parameters": 3},
+        {"num_layers": "x"},
+        {"mla": 5},
+        {"dialect": "x"},
+        {"norm_eps": -1.0},
+    ],
+)
+def test_impossible_overrides(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"override of {next(iter(overrides))} is impossible"):
+        inspect(public(tmp_path), target=fuzz.drafters.TARGET, overrides=overrides)
+
+
+@pytest.mark.parametrize("boundaries", [5, "257", [1.0], [None]])
+def test_boundaries_that_are_no_list(tmp_path: Path, boundaries: Any) -> None:
+    with pytest.raises(ConfigError, match="no list of integers"):
+        inspect(public(tmp_path), target=fuzz.drafters.TARGET, boundaries=boundaries)
+
+
+def test_numbers_beyond_float32(tmp_path: Path) -> None:
+    config, tensors, _ = fuzz.spelled("vllm")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    huge = {**tensors, "fc.weight": tensors["fc.weight"].double() * 1e200}
+    (tmp_path / "model.safetensors").write_bytes(save({n: t.contiguous() for n, t in huge.items()}))
+    with pytest.raises(CheckpointError, match=r"NaN or infinity \(got fc\.weight"):
+        fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [('{"a": ' + "9" * 6000 + "}", "not a JSON file"), (None, "no regular file")],
+)
+def test_configs_that_no_reader_takes(tmp_path: Path, text: str | None, said: str) -> None:
+    public(tmp_path)
+    (tmp_path / "config.json").unlink()
+    if text is None:
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        fuzz.load_drafter(tmp_path)
+
+
+def test_a_pipe_in_the_folder_of_a_target(tmp_path: Path) -> None:
+    public(tmp_path)
+    os.mkfifo(tmp_path / "generation_config.json")
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "trust_remote_code": False}
+    nowhere: dict[str, Any] = {"revision": None, "device_map": None, "tp_plan": None}
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is no regular file"):
+        load_model(str(tmp_path), **options, **nowhere)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_model("~nosuchuser/x", **options, **nowhere)
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x", "x" * 300, "a\0b"])
+def test_sources_that_no_system_knows(source: str) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        inspect(source)
+
+
+def test_a_shard_whose_name_is_too_long(tmp_path: Path) -> None:
+    public(tmp_path)
+    index = {"weight_map": {"fc.weight": "x" * 300}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="do not exist"):
+        inspect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["sparse", "meta", "nested"],
+)
+def test_tensors_without_a_block_of_numbers(tmp_path: Path, tensor: torch.Tensor) -> None:
+    config, tensors, _ = fuzz.spelled("vllm")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({**tensors, "fc.weight": tensor}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        fuzz.load_drafter(tmp_path, target=fuzz.drafters.TARGET)
+
+
+@pytest.mark.parametrize("data", [b'{"fc.weight": [1, 2]}', gzip.compress(b"x" * 99), b""])
+def test_a_bin_that_torch_did_not_write_is_not_called_dangerous(
+    tmp_path: Path, data: bytes
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged or no torch file"):
         fuzz.load_drafter(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from driftlab.cli import main
 from driftlab.config import MLA, DrafterConfig, Origin, Rope, Sourced
-from driftlab.errors import CheckpointError, ConfigError, ContractError
+from driftlab.errors import CheckpointError, ConfigError, ContractError, ResourceError
 from driftlab.models.checkpoints import inspect, load_drafter, save_drafter
 from driftlab.models.drafter import Drafter
 
@@ -315,6 +317,80 @@ def test_a_kill_while_writing_leaves_nothing_that_loads(
     with pytest.raises(KeyboardInterrupt):
         save_drafter(build(), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file()}
+
+
+def call(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def test_only_the_same_export_is_replaced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another drafter, the source, a target's folder: what is there stays, byte for byte."""
+    a, b, target, out = (tmp_path / name for name in "abto")
+    save_drafter(build(), a)
+    save_drafter(build(**EAGLE31), b)
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_text("{}")
+    before = [contents(folder) for folder in (a, b, target)]
+    for taken in (a, b, target):
+        assert call("export", a, "--to", "vllm", "--out", taken) == 2
+        said = capfd.readouterr().err
+        assert f"{taken} is not empty" in said and "remove this one" in said
+        words = ("--target", "nowhere", "--drafter", a, "--fix", taken)
+        assert call("doctor", *words) == 2
+        assert f"{taken} is not empty" in capfd.readouterr().err
+    assert [contents(folder) for folder in (a, b, target)] == before
+    for layout in ("vllm", "speculators"):
+        out = tmp_path / layout
+        assert call("export", a, "--to", layout, "--out", out) == 0
+        assert str(tmp_path) not in (out / "config.json").read_text()
+        first = contents(out)
+        assert call("export", a, "--to", layout, "--out", out) == 0
+        assert contents(out) == first
+        assert call("export", b, "--to", layout, "--out", out) == 2
+        assert call("export", a, "--to", "sglang", "--out", out) == 2
+        assert call("export", out, "--to", layout, "--out", out) == 2
+        (out / "notes.txt").write_text("mine")
+        assert call("export", a, "--to", layout, "--out", out) == 2
+        assert load_drafter(out).config == build().config
+
+
+def test_a_folder_that_cannot_be_replaced_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    (folder / "model.safetensors").mkdir(parents=True)
+    (folder / "config.json").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file"):
+        save_drafter(build(), folder)
+    assert (folder / "config.json").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_an_export_holds_no_infinity(tmp_path: Path) -> None:
+    drafter = build()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = float("inf")
+    with pytest.raises(CheckpointError, match=r"NaN or infinity \(got fc\.weight \(1 of"):
+        save_drafter(drafter, tmp_path / "d", dialect="vllm")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match="cannot be written"):
+            save_drafter(build(), tmp_path / "d")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def flip(path: Path, place: int) -> None:

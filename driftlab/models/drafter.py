@@ -122,10 +122,14 @@ class Rotary(nn.Module):
                     },
                 )
             )
-        except (KeyError, TypeError) as error:
+            rates = self.table.inv_freq
+            if not bool((rates.isfinite() & (rates >= 0)).all()):
+                raise ValueError("a rate of turning below 0 or infinite")
+        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ConfigError(
                 f"rotary embedding {rope.rope_type!r} cannot be built",
-                got=f"{type(error).__name__}: {error}, parameters {rope.parameters}",
+                got=f"{type(error).__name__}: {error}, base {rope.theta}, "
+                f"parameters {rope.parameters}",
                 remedy="Give a rope_type that transformers knows, with all of its parameters.",
             ) from None
         self.interleaved = rope.interleaved

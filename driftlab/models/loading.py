@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from transformers import (
 
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.errors import CheckpointError, ConfigError, DriftlabError, ResourceError
+from driftlab.models.checkpoints.read import expanded
 from driftlab.models.gguf_header import read_gguf_header
 from driftlab.models.memory import system_bytes
 
@@ -60,7 +62,7 @@ def load_model(
     n_bytes: int | None = None
     name, has_tokenizer = source, True
     if gguf:
-        path = Path(source).expanduser()
+        path = expanded(source)
         header = read_gguf_header(path)
         quantization = f"gguf {header.types}, dequantized"
         n_bytes = header.elements * DTYPES[dtype].itemsize
@@ -69,12 +71,12 @@ def load_model(
         extra: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True)}
     else:
         file, extra = {}, {}
-        folder = Path(source).expanduser()
-        if folder.is_dir():
+        folder = expanded(source)
+        if os.path.isdir(folder):
             name = str(folder)
             n_bytes = _check_folder(folder)
             has_tokenizer = any((folder / part).exists() for part in _TOKENIZER_FILES)
-        elif folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
+        elif os.path.exists(folder) or source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise CheckpointError(
                 "the target is neither a folder, a .gguf file nor a hub id",
                 got=source,
@@ -133,7 +135,7 @@ def load_model(
             where="checkpoint" if has_tokenizer else "the folder has no tokenizer file",
         ),
     }
-    if not gguf and Path(name).is_dir():
+    if not gguf and os.path.isdir(name):
         provenance |= _unstated(Path(name), model.config)
     return model, tokenizer, provenance
 
@@ -155,6 +157,11 @@ def _check_folder(folder: Path) -> int | None:
         raise CheckpointError(
             f"{folder} holds no config.json", remedy="Give the folder that save_pretrained wrote."
         )
+    odd = sorted(p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir()))
+    if odd:  # a pipe would be waited for
+        raise CheckpointError(
+            f"{folder / odd[0]} is no regular file", remedy="Put the file itself there."
+        )
     for index in sorted(folder.glob("*.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -162,14 +169,14 @@ def _check_folder(folder: Path) -> int | None:
             raise CheckpointError(
                 f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
             ) from None
-        odd = [s for s in shards if not isinstance(s, str) or not s or s != Path(s).name]
-        if odd:
+        outside = [s for s in shards if not isinstance(s, str) or not s or s != Path(s).name]
+        if outside:
             raise CheckpointError(
                 f"{index} sends tensors out of its folder",
-                got=repr(odd[0]),
+                got=repr(outside[0]),
                 remedy="A shard is a file beside its index; do not load files from this source.",
             )
-        lost = sorted(shard for shard in shards if not (folder / shard).is_file())
+        lost = sorted(shard for shard in shards if not os.path.isfile(folder / shard))
         if lost:
             raise CheckpointError(
                 f"{folder}: {len(lost)} of {len(shards)} weight files are missing",

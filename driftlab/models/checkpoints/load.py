@@ -19,6 +19,7 @@ from driftlab.models.checkpoints.fields import Ledger
 from driftlab.models.checkpoints.read import Files, read_files
 from driftlab.models.checkpoints.resolve import (
     Resolved,
+    check_boundaries,
     check_overrides,
     resolve,
 )
@@ -43,6 +44,8 @@ def inspect(
     """
     overrides = dict(overrides or {})
     check_overrides(overrides)
+    if boundaries is not None:
+        check_boundaries(boundaries)
     files = read_files(source, revision=revision)
     tokens = compare_tokens(files.folder, target)
     if NATIVE_KEY in files.config:
@@ -121,10 +124,21 @@ def _weights(
     Each is a copy: tensors of a mapped file lie at any address, and a matrix product depends
     on alignment in its last bit.
     """
+    odd = [
+        f"{n} ({t.dtype})"
+        for n, t in found.tensors.items()
+        if not t.is_floating_point() and n not in {"d2t", "t2d"}
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{found.source}: weights are no floating-point numbers",
+            got=", ".join(odd[:6]),
+            remedy="The file is damaged, or quantised; fetch or write it again.",
+        )
     weights = {
         n: t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for n, t in found.tensors.items()
-        if t.is_floating_point()
+        if n not in {"d2t", "t2d"}
     }
     if "embed_tokens.weight" not in weights:
         weights["embed_tokens.weight"] = _borrow(found, target, "embedding_weight", config)

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError
 from driftlab.models.checkpoints.dialects import NATIVE_KEY
-from driftlab.models.checkpoints.read import CONFIG, Files
+from driftlab.models.checkpoints.read import CONFIG, IDS, Files, read_json
 from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
 
@@ -57,8 +57,8 @@ def stated_config(folder: Path) -> DrafterConfig:
     Raises CheckpointError: not a native folder.
     """
     try:
-        return DrafterConfig.model_validate(json.loads((folder / CONFIG).read_bytes())["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return DrafterConfig.model_validate(read_json(folder / CONFIG)["config"])
+    except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"{folder / CONFIG} is not a drafter's of driftlab's own",
             got=f"{type(error).__name__}",
@@ -124,6 +124,13 @@ def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
             got="; ".join(f"{n} {have.get(n)}, expected {want.get(n)}" for n in odd[:6]),
             remedy="Write the drafter again with save_drafter.",
         )
+    ids = files.tensors["draft_to_target"]
+    if ids.dtype not in IDS:
+        raise CheckpointError(
+            f"{files.folder / files.weights}: draft_to_target holds no token ids",
+            got=ids.dtype,
+            remedy="Write the drafter again with save_drafter.",
+        )
     stated = files.config.get("contract_sha256")
     if stated is not None and stated != contract_hash(files.config):
         raise CheckpointError(
@@ -131,4 +138,4 @@ def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
             got="its checksum does not agree",
             remedy="Write the drafter again with save_drafter; overrides read it another way.",
         )
-    return files.tensors["draft_to_target"]
+    return ids

@@ -6,6 +6,7 @@ Nothing here knows a dialect. Every fault of a file is a CheckpointError that na
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import warnings
@@ -63,7 +64,7 @@ def read_files(source: str | Path, *, revision: str | None = None) -> Files:
     """
     folder, commit = _locate(source, revision)
     config = read_json(folder / CONFIG)
-    present = [name for name in WEIGHT_FILES if (folder / name).is_file()]
+    present = [name for name in WEIGHT_FILES if os.path.isfile(folder / name)]
     if not present:
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
         raise CheckpointError(
@@ -104,13 +105,14 @@ def _token_map(folder: Path) -> tuple[Tensor | None, str]:
         ids = data.get("selected_token_ids") if isinstance(data, dict) else data
         if ids is None:
             continue  # the bookkeeping of EAGLE-1 holds no map
-        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype not in _IDS:
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.dtype not in IDS:
             shown = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids)
             raise CheckpointError(
                 f"{path} holds no vector of token ids",
                 got=shown,
                 remedy=f"Write {path.name} again.",
             )
+        _plain({path.name: ids}, path)
         found.append((path, ids.long()))
     if not found:
         return None, ""
@@ -125,8 +127,8 @@ def _token_map(folder: Path) -> tuple[Tensor | None, str]:
 
 
 def _locate(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    folder = expanded(source)
+    if os.path.isdir(folder):
         if revision is not None:
             raise CheckpointError(
                 f"{folder} is a local folder and has no revision",
@@ -134,7 +136,7 @@ def _locate(source: str | Path, revision: str | None) -> tuple[Path, str | None]
                 remedy="Leave the revision away, or give a hub id.",
             )
         return folder, None
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(
             f"{folder} is a file", remedy=f"Give the folder that holds {CONFIG} and the weights."
         )
@@ -144,6 +146,16 @@ def _locate(source: str | Path, revision: str | None) -> tuple[Path, str | None]
             remedy="Give a folder that exists, or a hub id like owner/name.",
         )
     return _download(str(source), revision)
+
+
+def expanded(source: str | Path) -> Path:
+    """``source`` as a path. Raises CheckpointError when it names a user whom nobody knows."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{source} does not exist", got=error, remedy="Give a folder that exists."
+        ) from None
 
 
 def _download(name: str, revision: str | None) -> tuple[Path, str]:
@@ -170,13 +182,15 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise CheckpointError(f"{path} is no regular file", remedy="Put the file itself there.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist", remedy=f"A drafter's folder needs {path.name}."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer of thousands of digits
         raise CheckpointError(
             f"{path} is not a JSON file", got=error, remedy="Fetch or write the file again."
         ) from None
@@ -211,7 +225,23 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             got=", ".join(other[:6]),
             remedy="Save the drafter's state_dict alone.",
         )
+    _plain(data, path)
     return {str(name): tensor.detach() for name, tensor in data.items()}
+
+
+def _plain(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError on tensors whose numbers do not lie in one block."""
+    odd = [
+        f"{name} (nested)" if t.is_nested else f"{name} ({t.layout}, {t.device})"
+        for name, t in tensors.items()
+        if t.is_nested or t.is_meta or t.layout is not torch.strided
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{path} holds sparse, nested or empty tensors",
+            got=", ".join(odd[:6]),
+            remedy="Save the drafter's state_dict as plain tensors.",
+        )
 
 
 def _load_torch(path: Path) -> Any:
@@ -221,17 +251,25 @@ def _load_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about old pickles, which are refused or read below
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
+        with path.open("rb") as file:
+            head = file.read(2)
+        if not head.startswith(_PICKLED):
+            raise _no_torch_file(path, f"it begins with {head!r}") from None
         raise CheckpointError(
             f"{path} holds more than tensors, and unpickling it could run its code",
             remedy="Convert it to safetensors on a machine that may run it, and give that file.",
         ) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, UnicodeDecodeError) as error:
+    except Exception as error:  # a damaged file makes torch raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{path} is damaged or no torch file",
-            got=reason[0],
-            remedy="Fetch or write the file again.",
-        ) from None
+        raise _no_torch_file(path, reason[0]) from None
+
+
+def _no_torch_file(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged or no torch file",
+        got=reason,
+        remedy="Fetch or write the file again.",
+    )
 
 
 def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str]]:
@@ -248,7 +286,7 @@ def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str
                 remedy="A shard is a file beside its index; do not load files from this source.",
             )
         by_shard.setdefault(shard, []).append(tensor)
-    missing = [shard for shard in sorted(by_shard) if not (folder / shard).is_file()]
+    missing = [shard for shard in sorted(by_shard) if not os.path.isfile(folder / shard)]
     if missing:
         raise CheckpointError(
             f"{where} names {len(missing)} shard(s) that do not exist",
@@ -279,7 +317,10 @@ def _inside(shard: str) -> bool:
 
 
 def check_numbers(tensors: dict[str, Tensor], *, where: str) -> None:
-    """Raise CheckpointError on quantised storage, and on tensors with NaN or infinity."""
+    """Raise CheckpointError on quantised storage, and on tensors with NaN or infinity.
+
+    float64 is looked at as the float32 that a drafter computes in.
+    """
     odd = [f"{n} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _READABLE]
     if odd:
         raise CheckpointError(
@@ -287,10 +328,15 @@ def check_numbers(tensors: dict[str, Tensor], *, where: str) -> None:
             got=", ".join(odd[:6]),
             remedy="Dequantise the drafter to float32, bfloat16 or float16 first.",
         )
+    kept = {
+        name: t.float() if t.dtype is torch.float64 else t
+        for name, t in tensors.items()
+        if t.is_floating_point()
+    }
     bad = [
         f"{name} ({int((~torch.isfinite(t)).sum())} of {t.numel()})"
-        for name, t in tensors.items()
-        if t.is_floating_point() and not bool(torch.isfinite(t).all())
+        for name, t in kept.items()
+        if not bool(torch.isfinite(t).all())
     ]
     if bad:
         raise CheckpointError(
@@ -300,7 +346,8 @@ def check_numbers(tensors: dict[str, Tensor], *, where: str) -> None:
         )
 
 
-_IDS = {torch.int64, torch.int32}
+_PICKLED = (b"PK", b"\x80")  # a zip archive, as torch writes; a bare pickle
+IDS = {torch.int64, torch.int32}
 _READABLE = {
     torch.float32, torch.float16, torch.bfloat16, torch.float64,
     torch.int64, torch.int32, torch.bool,

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from driftlab.config import DrafterConfig, Origin, Provenance, Sourced
+from driftlab.config import DrafterConfig, Origin, Provenance, Rope, Sourced
 from driftlab.errors import CheckpointError, ConfigError, ContractError
 from driftlab.models.checkpoints.boundaries import resolve_boundaries
 from driftlab.models.checkpoints.dialects import (
@@ -74,6 +74,31 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
             "unknown override",
             got=", ".join(unknown),
             remedy=f"Known: {', '.join(sorted(known))}; boundaries have their own argument.",
+        )
+
+    for name, value in overrides.items():
+        owner, _, part = name.rpartition(".")
+        field = (Rope if owner else DrafterConfig).model_fields.get(part)
+        try:
+            if field is not None:
+                TypeAdapter(field.rebuild_annotation()).validate_python(value)
+            elif name == "dialect":
+                Dialect(value)
+        except ValueError as error:
+            shown = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise ConfigError(
+                f"the override of {name} is impossible", got=f"{value!r}: {shown}"
+            ) from None
+
+
+def check_boundaries(boundaries: Sequence[int]) -> None:
+    """Raise ConfigError for an argument that is no list of indices."""
+    listed = isinstance(boundaries, Sequence) and not isinstance(boundaries, str | bytes)
+    if not listed or any(type(i) is not int for i in boundaries):
+        raise ConfigError(
+            "the argument boundaries is no list of integers",
+            got=repr(boundaries),
+            remedy="Give the residual streams that are captured, like (2, 5, 7).",
         )
 
 
@@ -192,6 +217,8 @@ def _rest(sheet: Sheet) -> dict[str, Any]:
     scale = sheet.top.get("logit_scale", float)
     if scale is None:
         ledger.derived("logit_scale", 1.0, "logit_scale is absent")
+    elif scale.value <= 0:
+        raise CheckpointError(f"{scale.where} must be above 0", got=scale.value)
     else:
         ledger.take("logit_scale", scale)
     names = ("double_hidden_norm", "draft_position_offset", "window_moves", "logit_scale")

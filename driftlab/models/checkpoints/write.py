@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,14 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from driftlab.errors import CheckpointError
-from driftlab.models.checkpoints.dialects import Dialect
+from driftlab.errors import CheckpointError, ResourceError
+from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
 from driftlab.models.checkpoints.layouts import lay_out
 from driftlab.models.checkpoints.native import file_hash, to_native
-from driftlab.models.checkpoints.read import CONFIG, WEIGHTS
+from driftlab.models.checkpoints.read import CONFIG, WEIGHTS, check_numbers, expanded, read_json
 from driftlab.models.checkpoints.sheet import TargetLike
 from driftlab.models.drafter import Drafter
 
@@ -27,6 +29,7 @@ def save_drafter(
     *,
     dialect: str = "driftlab",
     target: TargetLike | None = None,
+    source: str | None = None,
 ) -> tuple[str, ...]:
     """Write config.json and model.safetensors; return what a user of the layout should know.
 
@@ -38,25 +41,74 @@ def save_drafter(
     dialect: driftlab, vllm, sglang, speculators or safeailab.
     target: needed for safeailab, whose layer ids are fixed; sglang and speculators use it to
         leave default ids away, check embeddings, and name the verifier.
+    source: where an export's drafter came from. The export is marked with it, and a folder that
+        is not empty is refused as :func:`refuse_occupied` says. Without it a folder that holds
+        config.json and model.safetensors alone is replaced.
 
     Raises
     ------
-    CheckpointError: the layout cannot hold the drafter, or ``folder`` exists and holds
-        something else.
+    CheckpointError: the layout cannot hold the drafter, the drafter holds NaN or infinity, or
+        ``folder`` exists and holds something else.
+    ResourceError: the weights cannot be written.
     """
     folder = Path(folder)
+    if source is not None:
+        refuse_occupied(folder, source=source, dialect=dialect)
     if dialect == Dialect.driftlab:
         config, tensors = to_native(drafter)
         notes: list[str] = []
     else:
-        try:
-            wanted = Dialect(dialect)
-        except ValueError:
-            raise CheckpointError("unknown layout", got=dialect) from None
+        wanted = _layout(dialect)
         layout = lay_out(drafter, wanted, target)
         config, tensors, notes = layout.config, layout.tensors, layout.notes
+        check_numbers(tensors, where=f"the drafter for {folder}")
+        if source is not None:
+            mark = {"layout": str(wanted), "source_sha256": _mark(source)}
+            config[EXPORT_KEY] = config.get(EXPORT_KEY, {}) | mark
     _write(folder, config, tensors, hashed=dialect == Dialect.driftlab)
     return tuple(notes)
+
+
+def refuse_occupied(folder: Path, *, source: str | None = None, dialect: str = "driftlab") -> None:
+    """Raise CheckpointError when ``folder`` holds anything that must not be replaced.
+
+    Free is what is not there or empty, or holds the export of the same ``source`` in the same
+    layout that driftlab wrote before, and nothing else.
+    """
+    wanted = _layout(dialect)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is a file", remedy="Give a folder.")
+    held = sorted(p.name for p in folder.iterdir()) if os.path.isdir(folder) else []
+    if not held:
+        return
+    own = source is not None and expanded(source).resolve() == folder.resolve()
+    if source is not None and not own and set(held) == {CONFIG, WEIGHTS}:
+        try:
+            mark = read_json(folder / CONFIG).get(EXPORT_KEY)
+        except CheckpointError:
+            mark = None
+        said = mark if isinstance(mark, dict) else {}
+        if (said.get("layout"), said.get("source_sha256")) == (wanted, _mark(source)):
+            return
+    raise CheckpointError(
+        f"{folder} is not empty, and is not replaced",
+        got=", ".join(held[:6]),
+        remedy="Give another folder, or remove this one.",
+    )
+
+
+def _layout(dialect: str) -> Dialect:
+    try:
+        return Dialect(dialect)
+    except ValueError:
+        raise CheckpointError("unknown layout", got=dialect) from None
+
+
+def _mark(source: str) -> str:
+    """What an export keeps of its source: a path of this machine is nobody else's business."""
+    path = expanded(source)
+    name = str(path.resolve()) if os.path.isdir(path) else source
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
 
 
 def _write(
@@ -70,6 +122,11 @@ def _write(
             f"{folder} exists and holds something else",
             got=", ".join(sorted(held - {CONFIG, WEIGHTS})[:6]),
             remedy="Give a new folder.",
+        )
+    odd = sorted(name for name in held if not os.path.isfile(folder / name))
+    if odd:
+        raise CheckpointError(
+            f"{folder / odd[0]} is no file, and is not replaced", remedy="Give a new folder."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -88,10 +145,22 @@ def _write(
         (staged / WEIGHTS).chmod(0o644)
         if held:
             # Without its config the folder does not load, so no mixture ever does.
+            old = (folder / CONFIG).read_bytes() if CONFIG in held else None
             (folder / CONFIG).unlink(missing_ok=True)
-            os.replace(staged / WEIGHTS, folder / WEIGHTS)
+            try:
+                os.replace(staged / WEIGHTS, folder / WEIGHTS)
+            except OSError:
+                if old is not None:
+                    (folder / CONFIG).write_bytes(old)
+                raise
             os.replace(staged / CONFIG, folder / CONFIG)
         else:
             os.replace(staged, folder)
+    except SafetensorError as error:
+        raise ResourceError(
+            f"the weights cannot be written to {folder}",
+            got=error,
+            remedy="Free some space, or raise the limit on the size of files.",
+        ) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
