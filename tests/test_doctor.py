@@ -196,14 +196,14 @@ def test_all_that_a_bench_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = on.score({"own": drafter})["own"]
     held = [b for look in on._looks for b in look]
     p = sum(b.p.numel() for b in held if b.p is not None)
-    places = sum(len(texts) * b.tokens.shape[1] for b in held)
-    assert len(held) == 1 and held[0].mapped is not None
-    states = places * target.hidden_size * (1 + len(drafter.config.boundaries))
-    assert held[0].held >= p + states + held[0].mapped[1].numel()
+    mapped = sum(b.mapped[1].numel() for b in held if b.mapped is not None)
+    states = sum(b.tokens.numel() for b in held) * target.hidden_size
+    assert p > 0 and mapped > 0
+    assert sum(b.held for b in held) >= p + mapped + states * len(drafter.config.boundaries)
     monkeypatch.setattr(scoring, "KEEP", p)
     again = Bench(target, texts)
     assert again.score({"own": drafter})["own"].cross_entropy == before.cross_entropy
-    assert not any(b.held for look in again._looks for b in look)
+    assert sum(b.held for look in again._looks for b in look) <= p
 
 
 def test_margins_are_paired_over_texts() -> None:
@@ -343,14 +343,14 @@ def test_a_clean_page_says_what_it_could_have_seen(clean: Diagnosis) -> None:
     assert f"saves {max(wide):.3f} nats" in seen and "0.02 nats or 2% would matter" in seen
 
 
-def test_nothing_is_better_on_a_first_look(ill: Diagnosis) -> None:
-    """Next to the best reading others are hopeless, though they beat the file's as well."""
-    early = [c for c in ill.candidates if c.score.texts < ill.texts]
-    promising = [c for c in early if c.margin.low > 0.005 and c.margin.p < 1e-4]
-    assert promising
-    assert all(c.outcome is Outcome.unclear for c in promising)
-    assert not any(c.outcome is Outcome.better for c in early)
-    assert ill.winner is not None and ill.winner.score.texts == ill.texts
+def test_nothing_is_better_on_a_first_look() -> None:
+    """Next to the best reading this one is hopeless, though it beats the file's as well."""
+    fault = faults.FAULTS["normed residual read as raw"]
+    found = examined(fault.planted(), fault.variant)
+    early = {c.name: c for c in found.candidates if c.score.texts < found.texts}
+    assert early["fusion_norm per_layer"].margin.low > 0.02
+    assert early["fusion_norm per_layer"].outcome is Outcome.unclear
+    assert not any(c.outcome is Outcome.better for c in early.values())
 
 
 @pytest.mark.parametrize("kind", ["spread", "twice"])
