@@ -165,6 +165,20 @@ def test_other_drafters_are_another_run(tmp_path: Path) -> None:
     shutil.rmtree(out)
 
 
+def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small.copy("damaged-drafters")
+    weights = run / "drafters" / small.CELLS[1] / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-40] ^= 1
+    weights.write_bytes(data)
+    out = small.home() / "of-damaged"
+    named = f"applied.drafters={json.dumps(str(run))}"
+    with pytest.raises(RunError, match=r"none\+post_norm/s0 is not the one [^\n]*\nRun .*anew"):
+        run_experiment(spec(named), out, quiet=True)
+    assert not out.exists()
+    shutil.rmtree(run)
+
+
 @pytest.mark.parametrize(
     ("settings", "kind", "said"),
     [

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import small
+import torch
 
 from driftlab import experiment
 from driftlab.config import Origin
@@ -34,8 +35,11 @@ from driftlab.errors import (
 )
 from driftlab.experiment import plan, run_experiment, texts
 from driftlab.experiment.plan import cell_name, variants
+from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.results import merge as merge_room
 from driftlab.results.records import RunDirectory
+from driftlab.results.schema import SCHEMAS
+from driftlab.results.shards import read_shard, write_shard
 from driftlab.results.slices import Group
 
 
@@ -103,21 +107,90 @@ def test_what_is_lost_is_measured_again_without_training(
     assert small.leftovers(out) == []
 
 
-@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["gone", "no weights", "flipped", "config"])
 def test_a_lost_drafter_is_trained_to_the_same_bytes(out: Path, damage: str) -> None:
+    """Of a finished run, in which nobody needs it."""
     before = small.drafters(fresh(out))
     folder = out / "drafters" / small.CELLS[0]
     if damage == "gone":
         shutil.rmtree(folder)
+    elif damage == "no weights":
+        (folder / "model.safetensors").unlink()
+    elif damage == "flipped":
+        flip(folder / "model.safetensors", -40)
     else:
-        weights = folder / "model.safetensors"
-        data = bytearray(weights.read_bytes())
-        data[-40] ^= 1
-        weights.write_bytes(data)
-        next((out / "shards").glob("none_pre_norm*/*")).unlink()  # else nobody needs the drafter
+        flip(folder / "config.json", (folder / "config.json").read_bytes().index(b"trained."))
     run(out)
     assert small.drafters(out) == before
     assert small.contents(out) == small.contents(done())
+
+
+def exchange(out: Path) -> None:
+    """Put each drafter in the other's place."""
+    one, other = (out / "drafters" / name for name in small.CELLS)
+    one.rename(out / "drafters" / "x")
+    other.rename(one)
+    (out / "drafters" / "x").rename(other)
+
+
+def forget_hashes(out: Path) -> None:
+    """As runs were written before a cell's row kept its drafter's hash."""
+    for path in (out / "rows" / "cells").iterdir():
+        shard = read_shard(path)
+        assert shard is not None
+        table = shard.table("cells").replace_schema_metadata(SCHEMAS["cells"].metadata)
+        write_shard(path, shard.key, {"cells": table})
+
+
+@pytest.mark.parametrize("hashes", [True, False])
+def test_exchanged_drafters_are_trained_again(out: Path, hashes: bool) -> None:
+    before = small.drafters(fresh(out))
+    exchange(out)
+    shutil.rmtree(out / "shards")
+    if not hashes:
+        forget_hashes(out)
+    run(out)
+    assert small.drafters(out) == before
+    assert small.contents(out) == small.contents(done())
+
+
+def test_a_drafter_of_another_training_is_not_the_cell_s(out: Path) -> None:
+    """Whole, and of the same contract: only the stored hash tells."""
+    before = small.drafters(fresh(out))
+    folder = out / "drafters" / small.CELLS[0]
+    other = load_drafter(folder)
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    save_drafter(other, folder)
+    run(out)
+    assert small.drafters(out) == before
+    assert small.contents(out) == small.contents(done())
+
+
+def test_drafters_of_runs_without_hashes_are_kept(out: Path, patch: pytest.MonkeyPatch) -> None:
+    fresh(out)
+    forget_hashes(out)
+    patch.setattr(cell, "train", forbidden)
+    run(out)
+    assert small.contents(out) == small.contents(done())
+
+
+def test_folders_of_others_are_left_alone(out: Path) -> None:
+    fresh(out)
+    notes = out / "drafters" / ".git" / "none+pre_norm"
+    notes.mkdir(parents=True)
+    kept = [notes / "HEAD", out / ".notes.tmp", out / "drafters" / ".s0.abcdefgh" / "notes"]
+    for path in kept:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    run(out)
+    assert [path.read_text() for path in kept] == ["mine"] * 3
 
 
 def killed(out: Path, moment: Callable[[], bool]) -> None:
@@ -142,8 +215,9 @@ def test_a_run_that_is_killed_twice_ends_with_equal_tables(out: Path) -> None:
     first = out / "shards"
     killed(out, lambda: first.exists() and len(list(first.rglob("*.shard"))) >= 2)
     # What a kill inside a write leaves behind.
-    staged = out / "drafters" / "none+pre_norm" / ".s0.abc"
+    staged = out / "drafters" / "none+pre_norm" / ".s0.abcdef_9"
     staged.mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(b"half")
     (out / "shards" / ".x.shard.1.1.tmp").write_bytes(b"half")
     run(out)
     assert small.contents(out) == small.contents(done())

@@ -211,6 +211,25 @@ def test_runs_that_cannot_be_explained(run: Path, tmp_path: Path) -> None:
         explain_run(small.home() / "done", ExplainSpec(depth=500), quiet=True)
 
 
+def test_exchanged_drafters_are_not_explained() -> None:
+    run = small.copy("exchanged")
+    one, other = (run / "drafters" / name for name in small.CELLS)
+    one.rename(run / "x")
+    other.rename(one)
+    (run / "x").rename(other)
+    with pytest.raises(RunError, match=r"drafter of none\+p.* is not the one [^\n]*\nRun .*anew"):
+        explain_run(run, ASKED, quiet=True)
+    shutil.rmtree(run)
+
+
+def test_gradients_need_a_depth_of_the_chain(run: Path) -> None:
+    asked = ASKED.model_copy(update={"gradient_depths": (9, 12)})
+    with pytest.raises(ConfigError, match=r"exceeds depth = 3 .*\[9, 12\]"):
+        explain_run(run, asked, quiet=True)
+    with pytest.raises(ConfigError, match=r"exceeds depth = 3"):
+        engine.explain(pairs.drafter(), [], [], asked)
+
+
 def test_states_are_read_from_the_cache(run: Path) -> None:
     assert Explained.of(run)
     key = ExplainedFolder(run).manifest["states"]

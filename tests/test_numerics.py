@@ -76,6 +76,27 @@ def test_site_depth_anchor_and_token_are_named(
         probe(made, [given], [aux], spec)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: -x, "a sum of -1, the least weight -"),
+        (lambda x: x / 2, "a sum of 0.5, the least weight 0"),
+        (lambda x: 2 * x, "a sum of 2, the least weight 0"),
+        (lambda x: 2 * x - x.roll(1, -1), r"a sum of (1|1\.0+\d+|0\.9+\d*), the least weight -"),
+    ],
+)
+def test_attention_that_is_none_is_named(change: Any, said: str) -> None:
+    """What a row lacks to 1 is no learned sink: no drafter has one."""
+    made, given = pairs.drafter(), text()
+    aux = pairs.states(pairs.target(), torch.tensor([given.tokens]))[0]
+    where = r"^attn\.pattern of drafter .* depth 2, anchor 3, reading token \d+ of greedy text p7: "
+    with (
+        attach(made, "attn.pattern", lambda x, moment: change(x), depths=[2]),
+        pytest.raises(NumericsError, match=f"{where}.*{said}"),
+    ):
+        probe(made, [given], [aux], SPEC)
+
+
 def test_one_bad_cell_leaves_the_others_and_counts_for_nothing() -> None:
     """NaN in one cell, after its first prompts were stored."""
     plain = cell._probe_rows

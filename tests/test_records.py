@@ -205,6 +205,15 @@ def test_numbers_that_are_not_finite_are_refused_by_name(
     assert not run.has(CELL, PROMPT)
 
 
+def test_regions_must_not_be_negative(run: RunDirectory) -> None:
+    part = columns()
+    moved = np.where(np.arange(20) == 7, 2, 0)
+    part["sink"], part["null_mass"] = part["sink"] - moved, part["null_mass"] + moved
+    with pytest.raises(NumericsError, match=r"are negative or do not sum to 1 at .*the least -"):
+        run.write(CELL, PROMPT, {"steps": part})
+    assert not run.has(CELL, PROMPT)
+
+
 def test_regions_must_sum_to_one(run: RunDirectory) -> None:
     part = columns()
     part["sink"] = part["sink"] + np.where(np.arange(20) == 7, 2e-4, 0)
@@ -593,6 +602,21 @@ def test_a_cell_is_replaced_by_its_newer_row(run: RunDirectory) -> None:
     assert cells["ttt"].isna().all()
     assert cells["train_loss"].isna().all()
     assert run.manifest["tables"]["cells"]["rows"] == 1
+
+
+def test_what_another_drafter_was_measured_to_do_is_removed(run: RunDirectory) -> None:
+    row = synthetic_run.cell_row("none", "pre_norm", 0)
+    cell = row["cell"]
+    assert run.drafter_of(cell) is None
+    run.write(cell, PROMPT, {"steps": columns()})
+    for drafter, kept in (("a" * 64, True), ("a" * 64, True), ("b" * 64, False)):
+        run.write_cell(row, drafter)
+        assert run.drafter_of(cell) == drafter
+        assert run.has(cell, PROMPT) == kept
+    run.finish()
+    assert pq.read_schema(run.path / "cells.parquet").metadata == SCHEMAS["cells"].metadata
+    run.write_cell(row)
+    assert run.drafter_of(cell) is None
 
 
 def test_tables_hold_the_same_values_as_the_frames(whole: RunDirectory) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from driftlab.errors import ConfigError
 
 SINK_THRESHOLD = 0.3
+ROUNDING = 1e-4
+"""How far the sum of a row of attention may be from 1."""
 
 _CACHED = 2**18
 _ON_DEVICE = 2**26
@@ -49,7 +51,8 @@ def region_masses(
     position is marked, ``prompt`` below the prompt's length, else ``generated``. The query's
     own key is ``self``: at depth 1 the anchor's, deeper the chain's newest; the chain's
     earlier keys are ``draft``. A sink position that is the query's own key at depth 1 counts
-    as ``self``. ``null`` is what the weights lack to 1 (a learned sink logit).
+    as ``self``. ``null`` is what the weights lack to 1 (a learned sink logit). Rounding up to
+    `ROUNDING` is taken out; what is negative beyond it stays, for the caller to refuse.
 
     Parameters
     ----------
@@ -74,10 +77,10 @@ def region_masses(
         own = pattern.gather(-1, index)[..., 0]
         parts = parts - own[:, None] * kinds[:, :, anchors][:, :, None]
         parts[:, 4] = own
-    parts = parts.movedim(1, -1).clamp(min=0)
-    null = (1 - parts.sum(dim=-1, keepdim=True)).clamp(min=0)
-    # Rounding of a row that sums to 1 is no learned sink.
-    null = torch.where(null < 1e-4, torch.zeros_like(null), null)
+    parts = parts.movedim(1, -1)
+    parts = torch.where(parts < -ROUNDING, parts, parts.clamp(min=0))
+    null = 1 - parts.sum(dim=-1, keepdim=True)
+    null = torch.where(null.abs() < ROUNDING, torch.zeros_like(null), null)
     return torch.cat([parts, null], dim=-1)
 
 

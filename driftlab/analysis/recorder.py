@@ -68,6 +68,7 @@ class _Depth:
     """Values of one depth; lists hold one entry per block of rows."""
 
     masses: list[Tensor] = field(default_factory=list)  # [B, h, rows, 6]
+    least: list[Tensor] = field(default_factory=list)  # [B, h, rows]
     recent: list[Tensor] = field(default_factory=list)  # [B, h, rows]
     entropy: list[Tensor] = field(default_factory=list)  # [B, h, rows]
     per_row: dict[str, Tensor] = field(default_factory=dict)  # [B, T]
@@ -137,6 +138,7 @@ class Recorder:
         kept = self._depths[moment.depth]
         d = moment.depth
         kept.masses.append(measures.region_masses(pattern, anchors, d, self.sink, self.prompt_lens))
+        kept.least.append(pattern.amin(dim=-1))
         kept.recent.append(measures.recent_mass(pattern, anchors, d, self.window))
         kept.entropy.append(measures.entropy(pattern))
 
@@ -200,7 +202,8 @@ class Recorder:
 
         Raises
         ------
-        NumericsError: a value is not finite; drafter, site, depth, anchor and token are named.
+        NumericsError: a value is not finite, or attention has a negative weight or does not sum
+            to 1; drafter, site, depth, anchor and token are named.
         """
         if self._stacked is None:
             self._stacked = _Stacked.of(self._depths, self._fused)
@@ -210,18 +213,35 @@ class Recorder:
         anchors = self._host[index]
         steps = {name: v[:, text][:, index] for name, v in everything.per_row.items()}  # [D, n]
         heads = {name: v[:, text][:, :, index] for name, v in everything.per_head.items()}
+        least = heads.pop("least")
         steps["correct"] = steps["draft"] == steps["truth"]
         if mode == "free":
             steps["accepted"] = np.logical_and.accumulate(steps["correct"], axis=0)
         steps |= {name: v.mean(axis=1) for name, v in heads.items()}
+
+        def at(d: int, row: int) -> str:
+            place = f"depth {depths[d]}, anchor {anchors[row]}, reading token "
+            return f"{place}{steps['read'][d, row]}" + (f" of {where}" if where else "")
+
+        name = self.drafter.config.variant
         if fault := _first_fault(steps, everything.per_layer, text, index):
             site, d, row, value = fault
             raise NumericsError(
-                f"{site} of drafter {self.drafter.config.variant} is not finite at depth "
-                f"{depths[d]}, anchor {anchors[row]}, reading token {steps['read'][d, row]}"
-                + (f" of {where}" if where else ""),
+                f"{site} of drafter {name} is not finite at {at(d, row)}",
                 got=value,
                 remedy="The cell is stopped and its rows are invalid; check checkpoint and dtype.",
+            )
+        # No drafter has a learned sink logit, so that nothing may be lacking to 1.
+        wrong = (heads["null_mass"] != 0) | (least < -measures.ROUNDING)
+        if wrong.any():
+            d, row, head = np.argwhere(wrong.swapaxes(1, 2))[0]
+            raise NumericsError(
+                f"attn.pattern of drafter {name} is no attention at {at(d, row)}: weights must be "
+                "0 or more and sum to 1",
+                got=f"head {head}: a sum of {1 - heads['null_mass'][d, head, row]:.6g}, the "
+                f"least weight {least[d, head, row]:.3g}",
+                remedy="Change attn.scores instead, before the softmax, or hand the mass on to "
+                "other keys.",
             )
         steps = {name: v for name, v in steps.items() if name not in ("read", "best")}
         steps["depth"] = np.repeat(depths[:, None], n, axis=1)
@@ -263,7 +283,7 @@ class _Stacked:
         masses = torch.stack([torch.cat(kept[d].masses, dim=2) for d in order])
         heads = {name: masses[..., i] for i, name in enumerate(REGIONS)}
         heads["sink_rate"] = (masses[..., 0] > measures.SINK_THRESHOLD).float()
-        for name in ("recent", "entropy"):
+        for name in ("least", "recent", "entropy"):
             heads[name] = torch.stack([torch.cat(getattr(kept[d], name), dim=2) for d in order])
         rows = {n: torch.stack([kept[d].per_row[n] for d in order]) for n in kept[order[0]].per_row}
         per_row, per_head, *per_layer = _to_host([rows, heads, *fused])

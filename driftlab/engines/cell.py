@@ -7,7 +7,8 @@ frozen parts of the target, and shards of the run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.engines.train import TrainResult, initialise, train
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError
+from driftlab.models.checkpoints import stated_config
 from driftlab.models.checkpoints.load import load_drafter
+from driftlab.models.checkpoints.native import contract_hash
+from driftlab.models.checkpoints.read import CONFIG, WEIGHTS
 from driftlab.models.checkpoints.write import save_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Frozen
-from driftlab.results.records import RunDirectory
+from driftlab.results.records import RunDirectory, file_hash
 from driftlab.results.shards import SUFFIX, read_shard, safe_name
 
 Progress = Callable[[int], None]
@@ -38,6 +42,7 @@ Progress = Callable[[int], None]
 DONE = "done"
 FACTS = ("n_parameters", "train_steps", "train_tokens", "train_loss", "train_seconds", "note")
 """Columns of ``cells`` that training fills."""
+_SWITCHES = ("fusion_norm", "feedback", "residual", "attention_gate")
 
 
 @dataclass(frozen=True)
@@ -95,14 +100,38 @@ class CellJob:
 
 
 def finished(job: CellJob) -> bool:
-    """Whether nothing is left to do: the row says so, drafter and all shards are there."""
+    """Whether nothing is left to do: the row says so, its drafter and all shards are there."""
     row, run = _row(job), RunDirectory.open(job.run)
     return (
         row is not None
         and row["status"] == DONE
-        and (job.drafter / "config.json").exists()
+        and fault_of(job.drafter, job.row, run.drafter_of(job.cell)) is None
         and all(run.has(job.cell, prompt) for prompt in job.prompts)
     )
+
+
+def fault_of(folder: Path, row: Mapping[Any, Any], known: str | None) -> str | None:
+    """Why ``folder`` does not hold the drafter of the cell ``row``, or None when it does.
+
+    ``known`` is what the run keeps of it (:meth:`RunDirectory.drafter_of`). Without that the
+    checksums in the folder must agree, and its contract with the row's switches.
+    """
+    try:
+        contract = stated_config(folder)
+        stated = json.loads((folder / CONFIG).read_bytes())
+        weights = file_hash(folder / WEIGHTS)
+    except CheckpointError as error:
+        return error.cause
+    except OSError as error:
+        return f"{folder / WEIGHTS}: {error.strerror}"
+    if known is not None and known != file_hash(folder / CONFIG):
+        return f"{folder} holds another drafter, or a damaged one"
+    if stated.get("sha256") != weights:
+        return f"{folder / WEIGHTS} is damaged or another's"
+    if stated.get("contract_sha256") not in (None, contract_hash(stated)):
+        return f"{folder / CONFIG} is damaged"
+    other = [name for name in _SWITCHES if getattr(contract, name) != row[name]]
+    return f"{folder} holds a drafter of other {', '.join(other)}" if other else None
 
 
 def run_cell(job: CellJob, on_step: Progress, ranks: Ranks = ALONE) -> None:
@@ -117,19 +146,22 @@ def run_cell(job: CellJob, on_step: Progress, ranks: Ranks = ALONE) -> None:
     torch.set_num_threads(job.threads)
     run = RunDirectory.worker(job.run)
     facts: dict[str, Any] = {}
+    made = run.drafter_of(job.cell)
     try:
         teacher = Frozen(job.frozen)
         if job.learning is None:
-            drafter = load_drafter(job.drafter)
+            drafter, made = load_drafter(job.drafter), file_hash(job.drafter / CONFIG)
+            run.write_cell({**job.row, "status": "not measured"}, made)
         else:
             drafter, facts = _trained(job, job.learning, run, teacher, on_step, ranks)
+            made = file_hash(job.drafter / CONFIG)
         _measure(job, run, teacher, drafter, on_step)
     except ResourceError:
         raise  # says nothing of the cell, and there may be no room for its row
     except DriftlabError as error:
-        run.write_cell({**job.row, **facts, "status": f"failed: {error.cause}"})
+        run.write_cell({**job.row, **facts, "status": f"failed: {error.cause}"}, made)
         raise
-    run.write_cell({**job.row, **facts, "status": DONE})
+    run.write_cell({**job.row, **facts, "status": DONE}, made)
 
 
 def follow(ranks: Ranks) -> None:
@@ -174,8 +206,9 @@ def _trained(
 ) -> tuple[Drafter, dict[str, Any]]:
     """The drafter as its files give it, and what the cell's row says of its training."""
     row = _row(job)
-    if row is not None and row["train_steps"] is not None:
-        # A drafter that is gone or damaged is trained again, to the same bytes.
+    fault = fault_of(job.drafter, job.row, run.drafter_of(job.cell))
+    if fault is None and row is not None and row["train_steps"] is not None:
+        # A drafter that is gone, damaged or another's is trained again, to the same bytes.
         with contextlib.suppress(CheckpointError):
             drafter = load_drafter(job.drafter)
             on_step(learning.spec.steps)
@@ -191,7 +224,8 @@ def _trained(
         "note": _note(result),
     }
     save_drafter(made, job.drafter)
-    run.write_cell({**job.row, **facts, "status": "trained, not measured"})
+    made_of = file_hash(job.drafter / CONFIG)
+    run.write_cell({**job.row, **facts, "status": "trained, not measured"}, made_of)
     # Only now: until the row is there, a kill must find the finished training.
     job.training.unlink(missing_ok=True)
     return load_drafter(job.drafter), facts

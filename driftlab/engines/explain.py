@@ -23,9 +23,10 @@ from driftlab.analysis import attribution
 from driftlab.config import ExplainSpec, MeasureSpec
 from driftlab.data.features import Features, FeatureStore, Item
 from driftlab.data.text import Text
+from driftlab.engines.cell import fault_of
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.probe import measurable_anchors, sink_set
-from driftlab.errors import DataError, RunError
+from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.models.checkpoints.load import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.results.explanations import Explained, ExplainedFolder, boundary_part
@@ -49,7 +50,10 @@ def explain(
     Measures, units and formulas: ``driftlab.results.explanations.MEASURES``. A text without
     ``spec.depth`` true tokens after a first anchor gives no rows. Hooks and interventions that
     are in force act here as well.
+
+    Raises ConfigError when no depth of ``spec.gradient_depths`` is one of the chain.
     """
+    _check_depths(spec)
     return [_explain(drafter, text, item, spec) for text, item in zip(texts, states, strict=True)]
 
 
@@ -57,6 +61,15 @@ def explainable(text: Text, spec: ExplainSpec, count: int | None = None) -> Tens
     """The ``count`` anchors of ``text`` that are explained; none when it is too short."""
     most = spec.anchors if count is None else count
     return measurable_anchors(text, MeasureSpec(depth=spec.depth, max_anchors=most))
+
+
+def _check_depths(spec: ExplainSpec) -> None:
+    if spec.depth < min(spec.gradient_depths):
+        raise ConfigError(
+            f"every depth of gradient_depths exceeds depth = {spec.depth}",
+            got=list(spec.gradient_depths),
+            remedy="Raise depth, or name a depth of the chain in gradient_depths.",
+        )
 
 
 class _Rows:
@@ -279,8 +292,9 @@ def explain_run(
 
     Raises
     ------
-    RunError: no such run, or one that was explained with other settings. DataError: its states
-        are gone, or no text is long enough.
+    RunError: no such run, one that was explained with other settings, or a drafter that is not
+        the one that was measured. DataError: its states are gone, or no text is long enough.
+    ConfigError: see :func:`explain`.
     """
     run = RunDirectory.open(path)
     path = run.path
@@ -299,6 +313,16 @@ def explain_run(
         )
     if spec is None:
         spec = ExplainSpec(sink=_sink(config))
+    _check_depths(spec)
+    for row in cells.loc[cells["status"] == "done"].to_dict("records"):
+        folder = path / "drafters" / row["cell"]
+        if other := fault_of(folder, row, run.drafter_of(row["cell"])):
+            raise RunError(
+                f"the drafter of {row['cell']} is not the one that {path} measured",
+                got=other,
+                remedy=f"Run {manifest.get('command') or 'that experiment'} again: it trains the "
+                "drafter anew.",
+            )
     root = (path.parent / "cache" if cache is None else Path(cache)) / "states"
     try:
         features = FeatureStore(root).open(key)

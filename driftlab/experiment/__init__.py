@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -35,6 +36,7 @@ from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
 from driftlab.models import memory
 from driftlab.models.checkpoints import stated_config
+from driftlab.models.checkpoints.read import CONFIG, WEIGHTS
 from driftlab.results.merge import identity
 from driftlab.results.records import RunDirectory, config_hash
 
@@ -217,9 +219,11 @@ def _check_memory(
 
 
 def _remove_unfinished(out: Path) -> None:
-    """Drafters that a killed process was writing, under their temporary names."""
-    for folder in (out / "drafters").rglob(".*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Drafters that a killed process was writing, under the names that `save_drafter` takes."""
+    for folder in (out / "drafters").rglob(".s*"):
+        named = re.fullmatch(r"\.s\d+\.[a-z0-9_]{8}", folder.name) and folder.is_dir()
+        if named and {path.name for path in folder.iterdir()} <= {CONFIG, WEIGHTS}:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget(out: Path) -> None:

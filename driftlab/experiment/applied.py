@@ -14,7 +14,7 @@ from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows
-from driftlab.engines.cell import FACTS, CellJob
+from driftlab.engines.cell import FACTS, CellJob, fault_of
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
@@ -77,7 +77,8 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
 
     Raises
     ------
-    RunError: no such run, or it lacks drafters of the asked variants and seeds.
+    RunError: no such run, it lacks drafters of the asked variants and seeds, or a drafter is not
+        the one that it trained.
     """
     applied = experiment.applied
     if applied is None or not applied.drafters:
@@ -119,6 +120,12 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
                 f"the drafter {drafter} is not there",
                 remedy="Run the experiment that trains it again.",
             ) from None
+        if fault := fault_of(drafter, row, run.drafter_of(row["cell"])):
+            raise RunError(
+                f"the drafter of {row['cell']} is not the one that {folder} trained",
+                got=fault,
+                remedy="Run that experiment again: it trains the drafter anew.",
+            )
         known = {n: None if row[n] is None or row[n] != row[n] else row[n] for n in _KEPT}  # NaN
         found.append(GivenDrafter(row["cell"], drafter, sha, known))
     return Given(run, tuple(found))

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 import weakref
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 SMALL = ("depths", "heads", "fused", "prompts", "cells")
 """Tables that figures and reports are drawn from; small enough to be committed."""
 
+_DRAFTER = b"driftlab.drafter"
 _ROW_GROUP = 1 << 17
 _OURS = {"manifest.json", "lock", "shards", "rows"}
 
@@ -210,7 +212,8 @@ class RunDirectory:
 
         Raises
         ------
-        NumericsError: NaN, infinity, or regions that do not sum to 1; nothing is written.
+        NumericsError: NaN, infinity, or regions that are negative or do not sum to 1; nothing
+            is written.
         DataError: wrong columns, types or rows; nothing is written.
         ResourceError: the disk is full; finished shards stay.
         """
@@ -231,14 +234,33 @@ class RunDirectory:
             made["depths"] = reduce_steps(made["steps"], where)
         write_shard(self._shard_path(cell, prompt), (cell, prompt), made)
 
-    def write_cell(self, row: Mapping[str, Any]) -> None:
-        """Store one row of ``cells``; the row of the same cell is replaced."""
+    def write_cell(self, row: Mapping[str, Any], drafter: str | None = None) -> None:
+        """Store one row of ``cells``; the row of the same cell is replaced.
+
+        ``drafter``: hash of the drafter that the cell is measured with. What another one was
+        measured to do is removed.
+        """
         self._may_write("owner", "worker")
         cell = str(row.get("cell", ""))
         table = make_table("cells", row, f"cell {cell}")
-        write_shard(
-            self.path / "rows" / "cells" / f"{safe_name(cell)}{SUFFIX}", (cell,), {"cells": table}
-        )
+        if drafter is not None:
+            if self.drafter_of(cell) not in (None, drafter):
+                shutil.rmtree(self.path / "shards" / safe_name(cell), ignore_errors=True)
+            # Beside the columns, which stay those of older runs; under the shard's checksum.
+            table = table.replace_schema_metadata(
+                {**(table.schema.metadata or {}), _DRAFTER: drafter.encode()}
+            )
+        write_shard(self._row_path(cell), (cell,), {"cells": table})
+
+    def drafter_of(self, cell: str) -> str | None:
+        """The hash that :meth:`write_cell` was given; None in runs that were made without."""
+        shard = read_shard(self._row_path(cell))
+        metadata = None if shard is None else shard.table("cells").schema.metadata
+        found = (metadata or {}).get(_DRAFTER)
+        return None if found is None else found.decode()
+
+    def _row_path(self, cell: str) -> Path:
+        return self.path / "rows" / "cells" / f"{safe_name(cell)}{SUFFIX}"
 
     def write_prompts(self, columns: Mapping[str, Any]) -> None:
         """Store the whole table ``prompts``, one row per (prompt, text)."""
@@ -352,7 +374,7 @@ class RunDirectory:
         noted = self.manifest.get("tables")
         noted = noted.get(name) if isinstance(noted, dict) else None
         try:
-            if isinstance(noted, dict) and noted.get("sha256") != _file_hash(path):
+            if isinstance(noted, dict) and noted.get("sha256") != file_hash(path):
                 raise RunError(
                     f"{path} is damaged",
                     got="its checksum is not the one in manifest.json",
@@ -420,7 +442,7 @@ def _hash_of(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """SHA-256 (hex), computed once for each state of the file."""
     stat = path.stat()
     return _hash_of(path, stat.st_size, stat.st_mtime_ns)

@@ -38,6 +38,7 @@ from driftlab.results.schema import (
 MASS_TOLERANCE = 1e-4
 SUFFIX = ".shard"
 _TEMPORARY = ".tmp"
+_LEFT = re.compile(r"\..+\.\d+\.\d+\.tmp")  # names of `atomic_file`
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHOICES = {"text": ("greedy", "sampled", "given"), "mode": ("free", "forced")}
 
@@ -101,7 +102,8 @@ def _discard(path: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files that a killed process left behind."""
     for path in folder.rglob(f".*{_TEMPORARY}"):
-        _discard(path)
+        if _LEFT.fullmatch(path.name):  # others are not ours
+            _discard(path)
 
 
 # --- values to checked tables -----------------------------------------------------------------
@@ -116,7 +118,8 @@ def make_table(name: str, columns: Mapping[str, Any], where: str) -> pa.Table:
 
     Raises
     ------
-    NumericsError: NaN, infinity, or attention regions that do not sum to 1 (tolerance 1e-4).
+    NumericsError: NaN, infinity, or attention regions that are negative or do not sum to 1
+        (tolerance 1e-4).
     DataError: a column is unknown, missing, of the wrong type or length, or a row is there twice.
     """
     schema = SCHEMAS[name]
@@ -278,16 +281,18 @@ def _words(words: Sequence[str], runs: Sequence[int]) -> pa.Array:
 
 
 def _check_masses(table: pa.Table, name: str, where: str) -> None:
-    total = np.zeros(table.num_rows)
+    total, least = np.zeros(table.num_rows), np.zeros(table.num_rows)
     for region in REGIONS:
-        total += _values(_whole(table, region))
-    off = np.abs(total - 1)
+        values = _values(_whole(table, region))
+        total += values
+        np.minimum(least, values, out=least)
+    off = np.maximum(np.abs(total - 1), -least)
     if off.size and off.max() > MASS_TOLERANCE:
         worst = int(off.argmax())
         row = {key: table[key][worst].as_py() for key in KEYS[name][2:]}
         raise NumericsError(
-            f"attention regions of {name} ({where}) do not sum to 1 at {row}",
-            got=f"{total[worst]:.6f}",
+            f"attention regions of {name} ({where}) are negative or do not sum to 1 at {row}",
+            got=f"a sum of {total[worst]:.6f}, the least {least[worst]:.6f}",
             remedy="Every key belongs to exactly one region; check the region map.",
         )
 
