@@ -569,7 +569,9 @@ def test_a_profile_is_examined_as_the_file(tmp_path: Path) -> None:
     """SGLang drops the normed residual: as SGLang the file is wrong, and X3 says why."""
     found = examined(faults.drafter("none+pre_norm+normed"), as_profile="sglang", tokens=600)
     assert found.verdict is Verdict.wrong
-    assert found.winner is not None and found.winner.patch == {"residual": Residual.normed}
+    assert found.winner is not None
+    # 600 tokens cannot tell it from two switches changed together; the page names both.
+    assert {"residual": Residual.normed} in [c.patch for c in (found.winner, *found.rivals)]
     (row,) = [row for row in found.contract if row.field == "residual"]
     assert row.value is Residual.raw and "X3" in row.where
     with pytest.raises(ConfigError, match="sglang"):
