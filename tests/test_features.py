@@ -33,7 +33,8 @@ class Counting:
     """States that can be checked by hand: position, boundary and token, in every component."""
 
     name, hidden_size, fingerprint, dtype = "counting", WIDTH, "f" * 64, torch.float32
-    device, shape = torch.device("cpu"), SimpleNamespace(intermediate_size=8)
+    device = torch.device("cpu")
+    shape: Any = SimpleNamespace(intermediate_size=8)
 
     def __init__(self, fail_after: int = 10**9, pause: float = 0.0) -> None:
         self.calls, self.fail_after, self.pause = 0, fail_after, pause
