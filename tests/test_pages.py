@@ -23,10 +23,10 @@ from driftlab.papers import committed, latex
 from driftlab.papers.drawing import looks
 from driftlab.papers.items import ITEMS, measure
 from driftlab.papers.note import compile_note
-from driftlab.papers.numbers import Numbers, ratio
+from driftlab.papers.numbers import Numbers
 from driftlab.papers.pages import Claim, Paper, fill, find_paper, judge
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.stats import Estimate, Sample, estimate
+from driftlab.results.stats import Estimate, Sample, estimate, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPER = ROOT / "papers" / "attention-drift"

@@ -111,13 +111,15 @@ def _probed(
                 ):
                     pass
 
+    off, full = "all anchors, hooks off", "all anchors, measured"
+    given, whole = "the target's probabilities", "target and all anchors, measured"
     calls: dict[str, Callable[[], object]] = {
-        "all anchors, hooks off": bare,
-        "all anchors, measured": lambda: measure(aux, known),
-        "the target's probabilities": lambda: chances(last),
+        off: bare,
+        full: lambda: measure(aux, known),
+        given: lambda: chances(last),
     }
     if chain:
-        calls["target and all anchors, measured"] = everything
+        calls[whole] = everything
     rounds = 0
     if chain:
         start = tokens // 2  # the middle of the text stands for all of its anchors
@@ -137,7 +139,6 @@ def _probed(
     unrolled = count.unrolled(config, tokens=tokens, depth=depth, modes=len(spec.modes))
     vocabulary = count.product(tokens, target_shape.width, target_shape.vocabulary)
     passed = count.target_forward(target_shape, tokens, tokens / 2, logits=0)
-    off, full, given, whole = [*calls, ""][:4]
     yield Row(**common, case=off, **work(bench, unrolled, found[off], dtype))
     yield Row(
         **common,

@@ -121,7 +121,7 @@ def _outcome(ray: Any, done: Any, name: str) -> DriftlabError | None:
     except ray.exceptions.RayTaskError as stopped:
         raise RunError(
             f"cell {name} could not begin on its worker",
-            got=([type(stopped.cause).__name__, *str(stopped.cause).split("\n")])[-1],
+            got=(str(stopped.cause).strip().splitlines() or [type(stopped.cause).__name__])[-1],
             remedy="Install the same driftlab on every machine of the cluster.",
         ) from None
     except ray.exceptions.RayError as lost:

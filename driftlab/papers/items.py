@@ -30,13 +30,12 @@ from driftlab.papers.numbers import (
     Panel,
     points,
     present,
-    ratio,
     relative,
     together,
 )
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group
-from driftlab.results.stats import Estimate, Sample
+from driftlab.results.stats import Estimate, Sample, ratio
 
 # --- T1 and T2: size and attention by depth -----------------------------------------------------
 

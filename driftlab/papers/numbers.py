@@ -13,7 +13,7 @@ from driftlab.results.answers import SINK_RULE
 from driftlab.results.figures import FEWEST
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group, Slice, modes, take
-from driftlab.results.stats import Estimate, Sample, bands, count, estimate, not_available
+from driftlab.results.stats import Estimate, Sample, bands, count, estimate, not_available, ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,14 +111,7 @@ class Numbers:
 
     def drafts(self, group: Group, k: int | None = None) -> Sample:
         """Drafts accepted in a round of at most ``k``, without the bonus token."""
-        last = self.deepest if k is None else k
-        accepted = self.free.cube("n_accepted")[self.free.groups.index(group)]
-        upto = [i for i, d in enumerate(self.free.index) if d <= last]
-        total = np.where(
-            np.isfinite(accepted[:, :, 0]), np.nansum(accepted[:, :, upto], axis=2), np.nan
-        )
-        with np.errstate(invalid="ignore"):
-            return Sample(total / self.free.at(group, "n", self.free.index[0]))
+        return self.free.accepted_drafts(group, k)
 
     def kept(self, changed: Group, own: Group) -> Sample:
         """Accepted drafts of ``changed`` as a part of those of ``own``: a ratio of means."""
@@ -218,17 +211,6 @@ class Numbers:
     def means(self, panel: str, column: str, groups: Mapping[str, Group | None]) -> Any:
         how = {"transform": np.exp} if column.startswith("log_") else {}
         return self.curve(panel, self.free, self.of(self.free, column, groups), **how)
-
-
-def ratio(part: Sample, whole: Sample) -> Sample:
-    """A sample whose mean is ``mean(part) / mean(whole)`` over the pairs that both have."""
-    there = np.isfinite(part.values) & np.isfinite(whole.values)
-    # A whole of nothing still has to count with its part, hence a weight that is nearly 0.
-    weights = np.where(there, np.maximum(whole.values, 1e-9), 0.0)
-    with np.errstate(invalid="ignore"):
-        return Sample(
-            np.where(there, part.values / np.maximum(whole.values, 1e-9), np.nan), weights
-        )
 
 
 def points(panel: str, rows: Iterable[tuple[str, object, Estimate]]) -> Any:

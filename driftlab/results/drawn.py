@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from driftlab.results.records import SMALL, RunDirectory
+from driftlab.results.records import SMALL, RunDirectory, file_hash
 from driftlab.results.schema import OPTIONAL
 from driftlab.results.shards import atomic_file
 
@@ -25,7 +25,7 @@ _LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "pyarrow")
 def note(run: RunDirectory, folder: Path, drawn: Mapping[str, Mapping[str, Path]]) -> None:
     """Keep what ``drawn`` (paths by figure and suffix), all in ``folder``, was made of."""
     files = {
-        name: {suffix: [path.name, _hash(path)] for suffix, path in paths.items()}
+        name: {suffix: [path.name, file_hash(path)] for suffix, path in paths.items()}
         for name, paths in drawn.items()
     }
     with atomic_file(folder / NOTE) as file:
@@ -41,7 +41,7 @@ def unchanged(run: RunDirectory, folder: Path) -> dict[str, dict[str, Path]]:
         found: dict[str, dict[str, Path]] = {}
         for name, files in noted["files"].items():
             for suffix, (file, digest) in files.items():
-                if _hash(folder / file) != digest:
+                if file_hash(folder / file) != digest:
                     return {}
                 found.setdefault(name, {})[suffix] = folder / file
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -54,12 +54,10 @@ def _made_of(run: RunDirectory) -> str:
     tables = [run.path / f"{name}.parquet" for name in (*SMALL, *OPTIONAL)]
     facts: dict[str, Any] = {
         "manifest": {key: manifest.get(key) for key in _READ},
-        "tables": {path.name: _hash(path) for path in tables if path.exists()},
-        "code": [_hash(path) for path in sorted(Path(__file__).parents[1].glob("results/*.py"))],
+        "tables": {path.name: file_hash(path) for path in tables if path.exists()},
+        "code": [
+            file_hash(path) for path in sorted(Path(__file__).parents[1].glob("results/*.py"))
+        ],
         "libraries": {name: version(name) for name in _LIBRARIES},
     }
     return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()

@@ -9,12 +9,10 @@ import numpy as np
 
 from driftlab.errors import DataError
 from driftlab.results.slices import Group, Slice
-from driftlab.results.stats import Sample
+from driftlab.results.stats import Sample, ratio
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_NOTHING = 1e-9  # stands for a length of 0, so that a ratio of means keeps its numerator
 
 
 def unchanged(piece: Slice, group: Group) -> Group:
@@ -38,9 +36,8 @@ def own_share(piece: Slice, group: Group) -> Sample:
     Written as a weighted mean, so that differences between groups are contrasts of means.
     ``piece`` holds free chains.
     """
-    own = piece.accepted_drafts(unchanged(piece, group)).values
-    weights = np.maximum(own, _NOTHING)
-    return Sample(piece.accepted_drafts(group).values / weights, weights)
+    own = unchanged(piece, group)
+    return ratio(piece.accepted_drafts(group), piece.accepted_drafts(own))
 
 
 def accepted_by_context(steps: pd.DataFrame) -> pd.DataFrame:

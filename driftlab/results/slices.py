@@ -279,15 +279,19 @@ class Slice:
         """Conditional acceptance at ``depth``, pooled over opportunities."""
         return _ratio(self.at(group, "n_accepted", depth), self.at(group, "n_opportunities", depth))
 
-    def accepted_drafts(self, group: Group, *, pooled: bool = False) -> Sample:
-        """Drafts accepted in a round, without the bonus token. A round starts at every anchor.
+    def accepted_drafts(
+        self, group: Group, k: int | None = None, *, pooled: bool = False
+    ) -> Sample:
+        """Drafts accepted in a round of at most ``k``, without the bonus token. A round starts at
+        every anchor.
 
         Prompts are weighted alike, or by their rounds when ``pooled``.
         """
         accepted = self.cube("n_accepted")[self.groups.index(group)]
         rounds = self.at(group, "n", self.index[0])
         there = np.isfinite(accepted[:, :, 0])
-        total = np.where(there, np.nansum(accepted, axis=2), np.nan)
+        upto = [i for i, depth in enumerate(self.index) if k is None or depth <= k]
+        total = np.where(there, np.nansum(accepted[:, :, upto], axis=2), np.nan)
         with np.errstate(invalid="ignore"):
             return Sample(total / rounds, np.nan_to_num(rounds) if pooled else None)
 

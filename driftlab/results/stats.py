@@ -124,6 +124,20 @@ class Sample:
             )
 
 
+_NOTHING = 1e-9  # stands for a length of 0, so that a ratio of means keeps its numerator
+
+
+def ratio(part: Sample, whole: Sample) -> Sample:
+    """A sample whose mean is ``mean(part) / mean(whole)`` over the pairs that both have."""
+    there = np.isfinite(part.values) & np.isfinite(whole.values)
+    # A whole of nothing still has to count with its part, hence a weight that is nearly 0.
+    weights = np.where(there, np.maximum(whole.values, _NOTHING), 0.0)
+    with np.errstate(invalid="ignore"):
+        return Sample(
+            np.where(there, part.values / np.maximum(whole.values, _NOTHING), np.nan), weights
+        )
+
+
 def estimate(
     samples: Sequence[Sample] | Sample,
     contrast: Sequence[float] = (1.0,),
