@@ -2,6 +2,8 @@
 
     python experiments/doctor_table.py                       the micro pairs of tests/faults.py
     python experiments/doctor_table.py TARGET DRAFTER...     any trained pair, faults planted in it
+    python experiments/doctor_table.py TARGET DRAFTER... --learn STEPS
+        the same after the drafter has learned the doctor's own texts: a drafter that accepts much
 
 Each row is one run of ``driftlab.doctor.examine``; rows are printed as they come.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +21,13 @@ from typing import Any
 import torch
 
 from driftlab import doctor
-from driftlab.config import Feedback, FusionNorm, Residual, TargetSpec
+from driftlab.config import Feedback, FusionNorm, Residual, TargetSpec, TrainSpec
 from driftlab.data.corpus import sources
+from driftlab.data.features import FeatureStore
 from driftlab.data.prompts import Rendering, load_prompts
 from driftlab.doctor.candidates import changes
+from driftlab.doctor.scoring import DEPTH
+from driftlab.engines.train import train
 from driftlab.errors import DriftlabError
 from driftlab.experiment.texts import open_target
 from driftlab.models.checkpoints import load_drafter
@@ -34,6 +40,7 @@ import faults
 
 HEADER = """| pair | planted | verdict | what the doctor names | nats saved | drafts gained |
 |---|---|---|---|---|---|"""
+LEARN_LR = 1e-3
 YARN = {"factor": 32.0, "original_max_position_embeddings": 2048}
 
 
@@ -157,7 +164,9 @@ def maps(drafter: Drafter) -> Iterator[tuple[str, torch.Tensor]]:
         yield "ids of d2t taken as offsets", ids + count
 
 
-def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> None:
+def real(
+    source: str, folders: list[str], tokens: int, shortest: int | None, learn: int | None
+) -> None:
     """Faults planted in trained drafters of one target, all on the same texts."""
     target = open_target(TargetSpec(source=source), Path("runs") / "cache", label="target")
     prompts = None if shortest is None else short_prompts(target, shortest)
@@ -165,8 +174,24 @@ def real(source: str, folders: list[str], tokens: int, shortest: int | None) -> 
     table = Table()
     for folder in folders:
         drafter = load_drafter(folder, target=target)
+        if learn is not None:
+            taught(drafter, on, learn)
         planted(table, on, drafter)
     table.end(size(on))
+
+
+def taught(drafter: Drafter, on: doctor.Bench, steps: int) -> None:
+    """Train ``drafter`` on, on the texts it will be scored on. A drafter that accepts little lets
+    most faults pass, since they change little; this one has something to lose."""
+    spec = TrainSpec(ttt=DEPTH, steps=steps, lr=LEARN_LR)
+    embedding = drafter.embed_tokens.weight  # frozen, as in every other training
+    drafter.requires_grad_(True)
+    embedding.requires_grad_(False)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = FeatureStore(folder).build(on.target, on.texts, drafter.config.boundaries)
+        result = train(drafter, corpus, on.target, spec, seed=0)
+    drafter.requires_grad_(False)
+    print(f"loss {result.losses[0]:.2f} to {result.losses[-1]:.2f}", file=sys.stderr, flush=True)
 
 
 def planted(table: Table, on: doctor.Bench, drafter: Drafter) -> None:
@@ -215,9 +240,10 @@ if __name__ == "__main__":
     parser.add_argument("target", nargs="?", help="folder, .gguf file, hub id, or micro")
     parser.add_argument("drafters", nargs="*", help="folders of drafters for it")
     parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--learn", type=int, help="first learn the texts, for so many steps")
     parser.add_argument("--shortest", type=int, help="use this many of the shortest prompts")
     asked = parser.parse_args()
     if asked.target is None:
         micro()
     else:
-        real(asked.target, asked.drafters, asked.tokens, asked.shortest)
+        real(asked.target, asked.drafters, asked.tokens, asked.shortest, asked.learn)
