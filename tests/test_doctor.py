@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -469,7 +470,12 @@ def test_fix_never_replaces_the_drafter(tmp_path: Path) -> None:
     assert found.winner is not None
     with pytest.raises(ConfigError, match="replace"):
         doctor.fix(found, tmp_path / "d")
-    assert {p.name: p.read_bytes() for p in (tmp_path / "d").iterdir()} == files
+    other = tmp_path / "other"  # neither does a copy replace another drafter
+    shutil.copytree(tmp_path / "d", other)
+    with pytest.raises(CheckpointError, match="not empty, and is not replaced"):
+        doctor.fix(found, other)
+    for folder in (tmp_path / "d", other):
+        assert {p.name: p.read_bytes() for p in folder.iterdir()} == files
 
 
 def modelopt(drafter: Drafter, folder: Path) -> Path:

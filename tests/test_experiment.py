@@ -167,7 +167,7 @@ def test_a_drafter_of_another_training_is_not_the_cell_s(out: Path) -> None:
     other = load_drafter(folder)
     with torch.no_grad():
         other.norm.weight.mul_(2)
-    save_drafter(other, folder)
+    save_drafter(other, folder, replace=True)
     run(out)
     assert small.drafters(out) == before
     assert small.contents(out) == small.contents(done())

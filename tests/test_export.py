@@ -281,17 +281,23 @@ def test_provenance_survives(tmp_path: Path) -> None:
     assert load_drafter(tmp_path / "d").provenance["fc"].where == "y"
 
 
-def test_writing_again_replaces(tmp_path: Path) -> None:
+def test_writing_again_replaces_where_it_is_asked_to(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "d"
     save_drafter(build(), folder)
-    save_drafter(build(**EAGLE31), folder)
+    before = contents(folder)
+    for dialect in ("driftlab", "vllm"):
+        with pytest.raises(CheckpointError, match="not empty, and is not replaced"):
+            save_drafter(build(**EAGLE31), folder, dialect=dialect)
+    assert contents(folder) == before
+    save_drafter(build(**EAGLE31), folder, replace=True)
     assert load_drafter(folder).config.variant == "per_layer+post_norm"
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert [p.name for p in folder.parent.iterdir()] == ["d"]
     assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"notes\.txt"):
-        save_drafter(build(), folder)
+    for replace in (False, True):
+        with pytest.raises(CheckpointError, match=r"notes\.txt"):
+            save_drafter(build(), folder, replace=replace)
     with pytest.raises(CheckpointError, match="is a file"):
         save_drafter(build(), folder / "notes.txt")
     with pytest.raises(CheckpointError, match="does not write"):
@@ -311,7 +317,7 @@ def test_a_kill_while_writing_leaves_nothing_that_loads(
 
     monkeypatch.setattr("driftlab.models.checkpoints.write.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        save_drafter(build(**EAGLE31), folder)
+        save_drafter(build(**EAGLE31), folder, replace=True)
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         load_drafter(folder)
     with pytest.raises(KeyboardInterrupt):
@@ -368,7 +374,7 @@ def test_a_folder_that_cannot_be_replaced_loses_nothing(tmp_path: Path) -> None:
     (folder / "model.safetensors").mkdir(parents=True)
     (folder / "config.json").write_text("mine")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is no file"):
-        save_drafter(build(), folder)
+        save_drafter(build(), folder, replace=True)
     assert (folder / "config.json").read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 

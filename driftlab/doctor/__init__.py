@@ -139,6 +139,7 @@ def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
     ------
     ConfigError: nothing to correct, a runtime's reading was checked, or ``folder`` is the
         drafter's own: the original is never changed.
+    CheckpointError: ``folder`` is not empty.
     """
     winner, subject = diagnosis.winner or _one_norm(diagnosis), diagnosis.subject
     if winner is None or subject is None:

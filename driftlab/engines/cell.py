@@ -223,7 +223,7 @@ def _trained(
         "train_seconds": result.seconds,
         "note": _note(result),
     }
-    save_drafter(made, job.drafter)
+    save_drafter(made, job.drafter, replace=True)
     made_of = file_hash(job.drafter / CONFIG)
     run.write_cell({**job.row, **facts, "status": "trained, not measured"}, made_of)
     # Only now: until the row is there, a kill must find the finished training.

@@ -30,6 +30,7 @@ def save_drafter(
     dialect: str = "driftlab",
     target: TargetLike | None = None,
     source: str | None = None,
+    replace: bool = False,
 ) -> tuple[str, ...]:
     """Write config.json and model.safetensors; return what a user of the layout should know.
 
@@ -41,18 +42,19 @@ def save_drafter(
     dialect: driftlab, vllm, sglang, speculators or safeailab.
     target: needed for safeailab, whose layer ids are fixed; sglang and speculators use it to
         leave default ids away, check embeddings, and name the verifier.
-    source: where an export's drafter came from. The export is marked with it, and a folder that
-        is not empty is refused as :func:`refuse_occupied` says. Without it a folder that holds
-        config.json and model.safetensors alone is replaced.
+    source: where an export's drafter came from. The export is marked with it, and may be written
+        again, as :func:`refuse_occupied` says.
+    replace: whatever drafter ``folder`` holds is the caller's own, as that of a cell is the run's,
+        and is replaced. A folder with other files than a drafter's is refused all the same.
 
     Raises
     ------
     CheckpointError: the layout cannot hold the drafter, the drafter holds NaN or infinity, or
-        ``folder`` exists and holds something else.
+        ``folder`` is not free (see :func:`refuse_occupied`).
     ResourceError: the weights cannot be written.
     """
     folder = Path(folder)
-    if source is not None:
+    if not replace:
         refuse_occupied(folder, source=source, dialect=dialect)
     if dialect == Dialect.driftlab:
         config, tensors = to_native(drafter)
