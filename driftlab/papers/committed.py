@@ -6,6 +6,7 @@
 A folder with ``paper.toml`` has pages instead (see papers/pages.py); its tables are reduced:
 
     PAPER/runs/NAME/     manifest.json and what the pages need of a run's tables
+    PAPER/runs/explained-BASE/   the same of a run's explanation, and nothing that it measured
     PAPER/README.md, PAPER/<item>/, PAPER/note.typ   written from them
 
 ``driftlab figures RUN --publish ITEM`` (or ``PAPER/runs/NAME``) stores a run, ``driftlab figures
@@ -19,17 +20,19 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from driftlab.config import ExplainSpec
 from driftlab.errors import RunError
 from driftlab.papers.drawing import draw as draw_panels
 from driftlab.papers.items import ITEMS
 from driftlab.papers.latex import page_csv, page_latex
 from driftlab.papers.note import note_source
 from driftlab.papers.pages import Page, Paper, find_paper
-from driftlab.results.explanations import ExplainedFolder
+from driftlab.results.explanations import Explained, ExplainedFolder
 from driftlab.results.figures import save_figures
 from driftlab.results.records import SMALL, RunDirectory
 from driftlab.results.schema import ATTENTION, KEYS
@@ -63,15 +66,18 @@ def publish(run: str | Path, item: str | Path) -> Path:
     """Copy the small tables of a finished run to ``item`` and draw its figures.
 
     In a paper with pages (``PAPER/runs/NAME``) the tables are reduced and no figure is drawn:
-    ``driftlab figures PAPER`` writes the pages that use them.
+    ``driftlab figures PAPER`` writes the pages that use them. ``PAPER/runs/explained-BASE`` takes
+    the run's explanation in place of what it measured; it may be of any run on that base.
 
     Raises
     ------
-    RunError: there is no finished run, or the item holds another run's tables.
+    RunError: there is no finished run, or the item holds another run's tables; for an
+        explanation, the run was not explained.
     """
     paged = find_paper(item) is not None
     source, tables = RunDirectory.open(run), Path(item) if paged else Path(item) / "tables"
-    if (tables / "manifest.json").exists():
+    explained = paged and tables.name.startswith("explained-")
+    if (tables / "manifest.json").exists() and not explained:
         old = RunDirectory.open(tables).manifest
         if old.get("name") != source.manifest.get("name"):
             raise RunError(
@@ -86,6 +92,9 @@ def publish(run: str | Path, item: str | Path) -> Path:
             got=", ".join(unfinished),
             remedy="Run it again until every cell is done.",
         )
+    if explained:
+        reduce_explained(source, tables)
+        return tables
     if paged:
         reduce(source, tables)
         return tables
@@ -235,27 +244,88 @@ def reduce(run: RunDirectory, out: Path) -> None:
                 if pa.types.is_floating(found.type) and found.name != "temperature":
                     new = pa.field(found.name, pa.float32(), found.nullable, found.metadata)
                     table = table.set_column(i, new, shaved(table[found.name]))
-        floats = [f.name for f in table.schema if pa.types.is_floating(f.type)]
-        words = [f.name for f in table.schema if f.name not in floats]
-        with atomic_file(out / f"{name}.parquet") as file:
-            pq.write_table(
-                table,
-                file,
-                compression="zstd",
-                compression_level=15,
-                version="2.6",
-                use_dictionary=words,
-                use_byte_stream_split=floats,
-                write_statistics=False,
-            )
-        content = (out / f"{name}.parquet").read_bytes()
-        noted[name] = {"rows": table.num_rows, "sha256": sha256(content).hexdigest()}
-    manifest = run.manifest | {
-        "tables": noted,
-        "reduced": f"{kind} only; no rows by head; columns that the pages need; "
-        f"numbers rounded to {BITS} bits (1.3e-4 of their size)",
-    }
-    with atomic_file(out / "manifest.json") as file:
+        noted[name] = _store(table, out / f"{name}.parquet")
+    note = (
+        f"{kind} only; no rows by head; columns that the pages need; "
+        f"numbers rounded to {BITS} bits (1.3e-4 of their size)"
+    )
+    _note(run.manifest | {"tables": noted, "reduced": note}, out)
+
+
+_OWED = ("mass", "effect", "share", "cosine", "rank", "geometry", "lens_draft", "logprob")
+"""Measures of an explanation that pages show at the first and the last depth."""
+_BY_DEPTH = ("shapley", "gradients", "gap")
+
+
+def reduce_explained(run: RunDirectory, out: Path) -> None:
+    """Write what pages need of the explanation of ``run`` to ``out``.
+
+    Its numbers are not rounded: a page says the same as the run's own report. ``cells`` is whole,
+    ``prompts`` has those that were explained, and what the run measured keeps columns and no row.
+
+    Raises RunError when the run was not explained.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    source, kept = ExplainedFolder(run.path), ExplainedFolder(out)
+    facts, found = source.manifest, Explained.of(run)
+    noted: dict[str, Any] = {}
+    for name in SMALL:
+        table = pq.read_table(run.path / f"{name}.parquet")
+        if name == "prompts":
+            asked = (pc.is_in(table[n], pa.array(facts[f"{n}s"])) for n in ("prompt", "text"))
+            table = table.filter(pc.and_(*asked))
+        elif name != "cells":
+            table = table.slice(0, 0)
+        noted[name] = _store(table, out / f"{name}.parquet")
+    table = pq.read_table(source.table)
+    ends = pa.array((found.depths[0], found.depths[-1]), table.schema.field("depth").type)
+    shown = pc.and_(pc.is_in(table["measure"], pa.array(_OWED)), pc.is_in(table["depth"], ends))
+    table = table.filter(pc.or_(shown, pc.is_in(table["measure"], pa.array(_BY_DEPTH))))
+    note = (
+        "the explanation alone, with the measures and depths that the pages need; no rows of what "
+        "the run measured"
+    )
+    # Its time was not recorded, and the run's own is that of other tables.
+    own = {"tables": noted, "reduced": note, "stages": {}, "command": _command(run, facts)}
+    _note(run.manifest | own, out)
+    _note(facts | {"table": _store(table, kept.table), "reduced": note}, kept.path)
+
+
+def _command(run: RunDirectory, facts: Mapping[str, Any]) -> str:
+    """What makes the run and its explanation; the sink set is the run's own by default."""
+    usual = ExplainSpec().model_dump(mode="json") | {"sink": facts["spec"]["sink"]}
+    changed = [f" --set '{k}={v}'" for k, v in facts["spec"].items() if v != usual.get(k)]
+    limit = f" --limit {len(facts['prompts'])}"
+    explain = f"driftlab explain runs/{run.path.name}{limit}{''.join(changed)}"
+    return f"{run.manifest.get('command') or 'driftlab ablate'} && {explain}"
+
+
+def _store(table: pa.Table, path: Path) -> dict[str, Any]:
+    """Write a table for git, small; how many rows it has, and its hash."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    floats = [f.name for f in table.schema if pa.types.is_floating(f.type)]
+    words = [f.name for f in table.schema if f.name not in floats]
+    with atomic_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            compression_level=15,
+            version="2.6",
+            use_dictionary=words,
+            use_byte_stream_split=floats,
+            write_statistics=False,
+        )
+    return {"rows": table.num_rows, "sha256": sha256(path.read_bytes()).hexdigest()}
+
+
+def _note(manifest: Mapping[str, Any], folder: Path) -> None:
+    with atomic_file(folder / "manifest.json") as file:
         file.write(json.dumps(manifest, indent=1, ensure_ascii=False).encode() + b"\n")
 
 

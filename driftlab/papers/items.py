@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from driftlab.papers.beyond import BUDGET, CHANGED, TRAINED, agreement, budget, changed, trained
+from driftlab.papers.explained import OWED, owed
 from driftlab.papers.numbers import (
     BOTH,
     CONCAT,
     CONCAT_BOTH,
-    FC,
     NEITHER,
     PAIR,
     POST,
     SHALLOW,
+    SWITCHES,
     Found,
     Measured,
     Numbers,
@@ -33,6 +34,7 @@ from driftlab.papers.numbers import (
     relative,
     together,
 )
+from driftlab.results.explanations import Explained
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group
 from driftlab.results.stats import Estimate, Sample, ratio
@@ -127,17 +129,15 @@ def architectures(runs: Mapping[str, Numbers]) -> Found | None:
 
 # --- the flagship: the two switches apart -------------------------------------------------------
 
-_SWITCHES = {"neither": NEITHER, "fc_norm alone": FC, "post_norm alone": POST, "both": BOTH}
-
 
 def flagship(runs: Mapping[str, Numbers]) -> Found | None:
     run = runs["norms"]
-    four = {name: run.group(v) for name, v in _SWITCHES.items()}
+    four = {name: run.group(v) for name, v in SWITCHES.items()}
     if any(g is None for g in four.values()):
         return None
     more = {"concat alone": run.group(CONCAT), "concat and post_norm": run.group(CONCAT_BOTH)}
     named: dict[str, Group] = {n: g for n, g in (four | more).items() if g is not None}
-    neither, fc, post, both = (named[n] for n in _SWITCHES)
+    neither, fc, post, both = (named[n] for n in SWITCHES)
     free, forced, deep, last = run.free, run.forced, run.deep, run.deepest
     shares = run.fused
     top, first = shares.index[-1], free.index[0]
@@ -562,12 +562,22 @@ ITEMS: dict[str, Item] = {
     **{name: Item(name, trained(name), TRAINED) for name in ("residual", "alignment", "rate")},
     "budget": Item("budget", budget, BUDGET),
     "s5-3": Item("context", context, (Panel("accepted drafts", "tokens before the prompt"),)),
+    "explained": Item("explained", owed, OWED),
 }
 
 
-def measure(item: str, runs: Mapping[str, Tables], base: str) -> Measured | None:
-    """The numbers of ``item`` from the runs of one base; None when they do not hold it."""
-    numbers = {name: Numbers(tables) for name, tables in runs.items()}
+def measure(
+    item: str,
+    runs: Mapping[str, Tables],
+    base: str,
+    explained: Mapping[str, Explained] | None = None,
+) -> Measured | None:
+    """The numbers of ``item`` from the runs of one base; None when they do not hold it.
+
+    ``explained``: those of ``runs`` of which only the explanation is kept.
+    """
+    kept = explained or {}
+    numbers = {name: Numbers(tables, kept.get(name)) for name, tables in runs.items()}
     if ITEMS[item].run not in numbers:
         return None
     found = ITEMS[item].find(numbers)
@@ -575,6 +585,7 @@ def measure(item: str, runs: Mapping[str, Tables], base: str) -> Measured | None
         return None
     rows, contrasts, frame = found
     first = numbers[ITEMS[item].run]
+    told = first.explained
     return Measured(
         tuple(f"{name}-{base}" for name in runs),
         rows,
@@ -582,5 +593,6 @@ def measure(item: str, runs: Mapping[str, Tables], base: str) -> Measured | None
         frame,
         first.basis,
         first.size,
-        first.has_sink,
+        told is not None or first.has_sink,
+        tuple(told.answers()) if told else (),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from driftlab.results.stats import Estimate
@@ -60,11 +60,19 @@ def booktabs(
 
 
 def page_latex(page: Page) -> str:
-    """The page's numbers, the paper's and ours, as one table (columns are the union)."""
-    ours = [c for m in page.measured.values() for row in m.rows.values() for c in row]
-    columns = list(dict.fromkeys((*page.text.columns, *ours)))
+    """The page's numbers, the paper's and ours: a table for each block of rows."""
+    blocks = {base: found.blocks for base, found in page.measured.items()}
+    count = max(map(len, blocks.values()), default=0)
+    parts = [{b: there[i] for b, there in blocks.items() if i < len(there)} for i in range(count)]
+    return "\n".join(_table(page, i, part) for i, part in enumerate(parts or [{}]))
+
+
+def _table(page: Page, i: int, blocks: Mapping[str, Mapping[str, Mapping[str, Estimate]]]) -> str:
+    """Table ``i`` of the page: the paper's rows in the first one, and the rows of every base."""
+    ours = [c for block in blocks.values() for row in block.values() for c in row]
+    columns = list(dict.fromkeys((*(page.text.columns if not i else ()), *ours)))
     groups: list[tuple[str, list[list[str]]]] = []
-    if page.text.rows:
+    if page.text.rows and not i:
         printed = [dict(zip(page.text.columns, row.values, strict=True)) for row in page.text.rows]
         groups.append(
             (
@@ -75,14 +83,13 @@ def page_latex(page: Page) -> str:
                 ],
             )
         )
-    for base, found in page.measured.items():
+    for base, block in blocks.items():
         rows = [
-            [escape(name), *(number(row.get(c)) for c in columns)]
-            for name, row in found.rows.items()
+            [escape(name), *(number(row.get(c)) for c in columns)] for name, row in block.items()
         ]
-        groups.append((f"{page.bases[base]}, {found.basis}", rows))
+        groups.append((f"{page.bases[base]}, {page.measured[base].basis}", rows))
     caption = f"{page.text.title}. {page.text.question} Subscripts: 95% bootstrap intervals."
-    return booktabs(["", *columns], groups, caption, page.id)
+    return booktabs(["", *columns], groups, caption, f"{page.id}-{i + 1}" if i else page.id)
 
 
 def page_csv(page: Page) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlab.results.answers import SINK_RULE
+from driftlab.results.answers import SINK_RULE, Answer
+from driftlab.results.explanations import Explained
 from driftlab.results.figures import FEWEST
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group, Slice, modes, take
@@ -22,6 +23,7 @@ NEITHER, FC = "none+pre_norm", "per_layer+pre_norm"
 POST, BOTH = "none+post_norm", "per_layer+post_norm"
 CONCAT, CONCAT_BOTH = "concat+pre_norm", "concat+post_norm"
 PAIR = {"pre-norm": NEITHER, "post-norm": BOTH}
+SWITCHES = {"neither": NEITHER, "fc_norm alone": FC, "post_norm alone": POST, "both": BOTH}
 SHALLOW = 3
 """Reports of deployed drafters draft this deep."""
 
@@ -50,13 +52,32 @@ class Measured:
     basis: str
     size: str
     sink: bool = True
+    answers: tuple[Answer, ...] = ()
+    """What the run's own report says of these numbers."""
+
+    @property
+    def blocks(self) -> list[dict[str, Mapping[str, Estimate]]]:
+        """``rows`` as tables: one that shares no column with those before it begins another."""
+        out: list[dict[str, Mapping[str, Estimate]]] = []
+        columns: set[str] = set()
+        for name, row in self.rows.items():
+            if not columns & set(row):
+                out.append({})
+                columns = set()
+            out[-1][name] = row
+            columns |= set(row)
+        return out
 
 
 class Numbers:
-    """Samples and estimates of one run, on the headline's text."""
+    """Samples and estimates of one run, on the headline's text.
 
-    def __init__(self, tables: Tables) -> None:
+    A run of which only the explanation is kept has ``explained``, and no other numbers.
+    """
+
+    def __init__(self, tables: Tables, explained: Explained | None = None) -> None:
         self.tables = tables
+        self.explained = explained
 
     @cached_property
     def free(self) -> Slice:
@@ -92,10 +113,13 @@ class Numbers:
 
     @property
     def size(self) -> str:
-        return count(len(self.free.prompts), len(self.free.seeds))
+        units = self.explained or self.free
+        return count(len(units.prompts), len(units.seeds))
 
     @property
     def basis(self) -> str:
+        if self.explained is not None:
+            return self.explained.basis
         looping = f"; {self.free.left_out} looping left out" if self.free.left_out else ""
         return f"{self.free.kind}, {self.size}{looping}"
 

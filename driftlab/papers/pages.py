@@ -26,6 +26,7 @@ from driftlab.config import Frozen
 from driftlab.errors import ConfigError
 from driftlab.papers.items import ITEMS, Measured, measure
 from driftlab.results.answers import ALPHA
+from driftlab.results.explanations import Explained
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.stats import Estimate, count, holm
 
@@ -257,6 +258,12 @@ class Paper:
         return {p.parent.name: RunDirectory.open(p.parent).tables() for p in folders}
 
     @cached_property
+    def explained(self) -> dict[str, Explained]:
+        """Those of ``runs`` of which only the explanation is kept."""
+        folders = sorted(self.folder.glob("runs/*/explained/manifest.json"))
+        return {p.parent.parent.name: Explained.of(p.parent.parent) for p in folders}
+
+    @cached_property
     def pages(self) -> dict[str, Page]:
         out = {}
         for name, text in self.text.items.items():
@@ -267,7 +274,12 @@ class Paper:
                     for experiment in text.runs
                     if f"{experiment}-{base}" in self.runs
                 }
-                if runs and (numbers := measure(name, runs, base)) is not None:
+                explained = {
+                    experiment: self.explained[f"{experiment}-{base}"]
+                    for experiment in runs
+                    if f"{experiment}-{base}" in self.explained
+                }
+                if runs and (numbers := measure(name, runs, base, explained)) is not None:
                     found[base] = numbers
             out[name] = Page(name, text, self.text.bases, found)
         return out
@@ -301,6 +313,7 @@ class Paper:
             "marks": "; ".join(f"**{m}** {text}" for m, text in self.text.marks.items()),
             "ours": page.text.ours,
             "ours_table": self._ours_table(page),
+            "said": self._said(page),
             "figure": self._figure(page),
             "claims": self._claims(page),
             "whys": _whys(page),
@@ -369,14 +382,14 @@ class Paper:
         for name, tables in self.runs.items():
             manifest = tables.manifest
             done = tables.cells[tables.cells["status"] == "done"]
-            seconds = sum(s.get("seconds", 0.0) for s in (manifest.get("stages") or {}).values())
+            stages = [s.get("seconds", 0.0) for s in (manifest.get("stages") or {}).values()]
             prompts = len(tables.prompts["prompt"].unique())
             rows.append(
                 [
                     name,
                     str(len(done)),
                     count(prompts, int(done["seed"].fillna(0).nunique())),
-                    f"{seconds / 60:.0f} min",
+                    f"{sum(stages) / 60:.0f} min" if stages else "not timed",
                     f"`{manifest.get('command') or 'driftlab ablate'}`",
                 ]
             )
@@ -389,13 +402,26 @@ class Paper:
             return "**Not run.** No table of ours is here yet."
         out = []
         for base, found in page.measured.items():
-            columns = list(dict.fromkeys(c for row in found.rows.values() for c in row))
-            rows = [
-                [name, *(_shown(row.get(c)) for c in columns)] for name, row in found.rows.items()
-            ]
-            out.append(
-                f"{self.text.bases[base]}, {found.basis}:\n\n{markdown(['', *columns], rows)}"
-            )
+            out.append(f"{self.text.bases[base]}, {found.basis}:")
+            for block in found.blocks:
+                columns = list(dict.fromkeys(c for row in block.values() for c in row))
+                rows = [
+                    [name, *(_shown(row.get(c)) for c in columns)] for name, row in block.items()
+                ]
+                out.append(markdown(["", *columns], rows))
+        return "\n\n".join(out)
+
+    def _said(self, page: Page) -> str:
+        """The sentences of the runs' own reports, by question."""
+        out = []
+        for base, found in page.measured.items():
+            said: dict[str, list[str]] = {}
+            for answer in found.answers:
+                said.setdefault(answer.question, []).append(f"- {answer.sentence}")
+            if said:
+                out.append(f"### In sentences: {self.text.bases[base]}")
+            for question, sentences in said.items():
+                out += [f"*{question}*", "\n".join(sentences)]
         return "\n\n".join(out)
 
     def _figure(self, page: Page) -> str:

@@ -35,6 +35,8 @@ ROOT = PAPER.parent.parent
 BASES = ("micro", "smollm2")
 ORDER = ("norms", "gated", "residual", "ttt", "alignment", "budget", "rate")
 """Experiments that train, first: the others apply changes to the drafters of ``norms``."""
+EXPLAINED = 12
+"""Prompts on which the drafters of ``norms`` are explained."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Job:
     spec: Experiment
     trained: int
     applied: int
+    of: str = ""
+    """The run that is explained, where that is the job."""
 
 
 def jobs(bases: tuple[str, ...] = BASES) -> list[Job]:
@@ -62,6 +66,8 @@ def jobs(bases: tuple[str, ...] = BASES) -> list[Job]:
         for name in order:
             spec = read_experiment(files[name], base=base)
             out.append(Job(f"{name}-{base}", files[name], base, spec, *_cells(spec)))
+        norms = next(job for job in out if job.name == f"norms-{base}")
+        out.append(Job(f"explained-{base}", norms.file, base, norms.spec, 0, 0, of=norms.name))
     return out
 
 
@@ -121,6 +127,8 @@ def recorded(name: str) -> Cost | None:
 
 def seconds(job: Job) -> tuple[float, str] | None:
     """Seconds on the machine of the committed runs, and where the figure comes from."""
+    if job.of:
+        return None
     if (own := recorded(job.name)) is not None:
         return own.total, "recorded"
     like = recorded(f"norms-{job.base}")
@@ -154,6 +162,8 @@ def _measuring(spec: dict, prompts: int) -> float:
 
 def finished(job: Job, out: Path) -> bool:
     """Whether ``out`` holds this very run, complete."""
+    if job.of and not (out / "explained.parquet").exists():
+        return False
     try:
         manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -181,7 +191,9 @@ def plan(todo: list[Job], runs: Path, *, rate: float, theirs: float) -> str:
     total, unknown = 0.0, 0
     for job in todo:
         cells = f"{job.trained} trained, {job.applied} applied"
-        if finished(job, runs / job.name):
+        if job.of:
+            cells = f"{job.of}, {EXPLAINED} prompts"
+        if finished(job, runs / (job.of or job.name)):
             lines.append(f"  {job.name:<22} {cells:<26} done before")
             continue
         cost = seconds(job)
@@ -216,10 +228,13 @@ def main() -> int:
         return 0
     driftlab = Path(sys.executable).with_name("driftlab")
     for job in todo:
-        out = asked.runs / job.name
+        out = asked.runs / (job.of or job.name)
         if not finished(job, out):
             print(f"\n{job.name}", flush=True)
-            _call(driftlab, "ablate", job.file, "--base", job.base, "--out", out)
+            if job.of:
+                _call(driftlab, "explain", out, "--limit", EXPLAINED)
+            else:
+                _call(driftlab, "ablate", job.file, "--base", job.base, "--out", out)
         _call(driftlab, "figures", out, "--publish", PAPER / "runs" / job.name)
     _call(driftlab, "figures", PAPER)
     return 0
