@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,39 @@ def test_memory_grows_with_the_text_and_not_with_its_square() -> None:
         np.testing.assert_allclose(sums, 1.0, atol=1e-5)
     assert largest[8192] <= 2.05 * largest[4096]
     assert largest[8192] <= 8192 * drafter_module.BLOCK_ROWS * 1.05
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_masks_of_a_window_live_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    """Masks of all blocks would be half of T x T: no softmax, also of a backward pass, meets more
+    than one block's.
+    """
+    size = 4 * drafter_module.BLOCK_ROWS
+    made = pairs.drafter(windows=(16,))
+    tokens = pairs.ids(1, size + 1, seed=1)
+    aux = torch.randn(1, size, 96).requires_grad_(trained)
+    softmax, held = drafter_module._softmax, []
+
+    def masked() -> int:
+        found = [x for x in gc.get_objects() if type(x) is Tensor and x.dim() == 2]
+        found = [x for x in found if x.device.type == "cpu" and x.layout is torch.strided]
+        return sum(x.numel() for x in found if bool((x == float("-inf")).any()))
+
+    def counted(scores: Tensor) -> Tensor:
+        held.append(masked() - before)
+        return softmax(scores)
+
+    before = masked()
+
+    monkeypatch.setattr(drafter_module, "_softmax", counted)
+    with torch.set_grad_enabled(trained):
+        state = made.step(tokens[:, 1:], made.fuse(aux), made.new_memory(), depth=1)
+        if trained:
+            state.pre.sum().backward()
+    assert len(held) == (8 if trained else 4)
+    assert max(held) <= drafter_module.BLOCK_ROWS * size
 
 
 # --- which anchors, which sink ------------------------------------------------------------------

@@ -260,15 +260,31 @@ Projections = GQAProjections | MLAProjections
 class Block:
     """Rows that attend at once: ``rows`` of the step, over prefix keys 0..``seen`` - 1.
 
-    ``mask`` [rows, seen - start] holds -inf where a key from ``start`` on is hidden, else 0;
-    the chain's ``gone`` oldest keys have left the window.
+    ``anchors`` [rows] are theirs; keys before ``start`` are seen by all of them. A window of
+    ``window`` keys is measured from ``shift`` past the anchor, and the chain's ``gone`` oldest
+    keys have left it.
     """
 
     rows: slice
     seen: int
     start: int
-    mask: Tensor
+    anchors: Tensor
+    window: int | None
+    shift: int
     gone: int
+
+    def mask(self, like: Tensor) -> Tensor:
+        """[rows, seen - start] of -inf where a key is hidden, else 0, as ``like``'s dtype.
+
+        Made where it is needed and not kept: masks of all blocks would be as large as a pattern.
+        """
+        part = self.anchors.to(like.device)
+        key = torch.arange(self.start, self.seen, device=like.device)
+        hidden = key > part[:, None]
+        if self.window is not None:
+            newest = part + self.shift
+            hidden |= newest[:, None] - key >= self.window
+        return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
     def scores(self, q: Tensor, keys: Tensor, chain: Sequence[Tensor]) -> Tensor:
         """Scaled q [B, h, T, e], keys [B, g, S, e], chain's keys [B, g, T, e] each.
@@ -278,7 +294,7 @@ class Block:
         q = self.grouped(q, keys)
         scores = torch.matmul(q.flatten(2, 3), keys[:, :, : self.seen].mT)
         scores = scores.unflatten(2, q.shape[2:4])
-        scores[..., self.start :] += self.mask
+        scores[..., self.start :] += self.mask(q)
         if chain:
             own = [(q * self.own(k)).sum(dim=-1, keepdim=True) for k in chain]
             own[: self.gone] = [torch.full_like(s, float("-inf")) for s in own[: self.gone]]
@@ -437,24 +453,17 @@ class ChainAttention(nn.Module):
         batch, heads, rows, _ = q.shape
         most = SCORE_BUDGET // (batch * heads * (keys.shape[2] + chain))
         size = max(1, min(most, BLOCK_ROWS))
-        gone = 0
-        if self.window is not None and self.window_moves:
-            gone = max(0, chain - self.window)
+        # A window is measured from the anchor as trained, from the drafted position if it moves.
+        shift = chain if self.window_moves else 0
+        gone = 0 if self.window is None else max(0, shift - self.window)
         blocks = []
         for at in range(0, rows, size):
             part = anchors[at : at + size]
             # No row of this block may look past its last anchor, all may up to its first.
             seen = int(part[-1]) + 1 if rows > size else keys.shape[2]
             start = 0 if self.window is not None else min(int(part[0]) + 1, seen)
-            key = torch.arange(start, seen)
-            hidden = key > part[:, None]
-            if self.window is not None:
-                # Measured from the anchor as trained, from the drafted position if it moves.
-                newest = part + chain if self.window_moves else part
-                hidden = hidden | (newest[:, None] - key >= self.window)
-            mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
             span = slice(at, at + len(part))
-            blocks.append(Block(span, seen, start, mask.to(q.device), gone))
+            blocks.append(Block(span, seen, start, part, self.window, shift, gone))
         return blocks
 
 
