@@ -19,8 +19,9 @@ from driftlab.data.features import FeatureStore, Item
 from driftlab.data.text import Text
 from driftlab.engines import explain as engine
 from driftlab.engines.explain import Columns, explain, explain_run, explainable
-from driftlab.errors import ConfigError, DataError, RunError
+from driftlab.errors import ConfigError, DataError, NumericsError, RunError
 from driftlab.models.drafter import Drafter
+from driftlab.models.hooks import HookFn, attach
 from driftlab.results.explanations import MEASURES, Explained, ExplainedFolder
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import make_table
@@ -138,6 +139,27 @@ def test_interventions_act_here_as_well(rows: Columns, pair: tuple[Drafter, Text
     assert value(changed, "mass", "sink", 2) == 0
     assert value(changed, "effect", "sink", 2) == pytest.approx(0, abs=1e-5)
     assert value(rows, "mass", "sink", 2) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda pattern, moment: pattern * 0.9, "a sum of 0.9"),
+        (lambda pattern, moment: 1.5 * pattern - 0.5 / pattern.shape[-1], "the least weight -"),
+    ],
+)
+def test_attention_that_is_none_is_not_explained(
+    pair: tuple[Drafter, Text, Item], change: HookFn, said: str
+) -> None:
+    """As a probe refuses it: a share of what does not sum to 1 is no share."""
+    drafter, text, item = pair
+    token = text.tokens[PROMPT_LEN + 1]  # what depth 2 of the first anchor reads
+    where = f"depth 2, anchor {PROMPT_LEN - 1}, reading token {token} of {text.kind} text "
+    with (
+        attach(drafter, "attn.pattern", change, depths=[2]),
+        pytest.raises(NumericsError, match=f"is no attention at {where}{text.prompt_id}.*{said}"),
+    ):
+        explain(drafter, [text], [item], SPEC)
 
 
 # -- runs

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from driftlab.analysis.measures import cosine, region_masses, share
+from driftlab.analysis.recorder import refuse_no_attention
 from driftlab.config import Feedback
 from driftlab.errors import ConfigError, ContractError, DataError
 from driftlab.models.drafter import Drafter, Memory, State
@@ -471,17 +472,20 @@ def attention_effects(
     sink: Tensor,
     prompt_len: int,
     anchors: Tensor | None = None,
+    where: str = "",
 ) -> Effects:
     """Hide each region's keys before the softmax, in every head and layer, of forced chains.
 
     Regions are those of :func:`driftlab.analysis.measures.region_masses`; the keys that are left
     share the mass in their own proportions. ``sink``: bool [S], the positions that count as
     sink. A drafter of several layers makes its later layers' keys from what attention wrote, so
-    there the keys of other positions feel what is hidden at depth 1 as well.
+    there the keys of other positions feel what is hidden at depth 1 as well. ``where`` names the
+    text in messages.
 
     Raises
     ------
     DataError: an anchor without a true token at ``depth``.
+    NumericsError: attention has a negative weight or does not sum to 1, as a hook may leave it.
     """
     tokens, aux, anchors = _checked(tokens, aux, depth, anchors)
     key = torch.arange(len(tokens) - 1)
@@ -501,24 +505,34 @@ def attention_effects(
         drafts[-1, :, :-1] = True
         return scores.masked_fill(torch.cat([where, drafts], dim=-1)[:, None], float("-inf"))
 
-    masses: list[list[Tensor]] = [[] for _ in range(depth)]
+    masses: list[list[Tensor]] = [[] for _ in range(depth)]  # [rows, 6]
+    checked: list[list[Tensor]] = [[] for _ in range(depth)]  # [2, h, rows]
 
     def watch(pattern: Tensor, moment: Moment) -> None:
         rows = torch.isin(moment.anchors, anchors)
+        own = pattern[:1, :, rows]
         found = region_masses(
-            pattern[:1, :, rows],
+            own,
             moment.anchors[rows],
             moment.depth,
             sink[None],
             torch.tensor([prompt_len]),
         )
         masses[moment.depth - 1].append(found[0].mean(dim=0))
+        checked[moment.depth - 1].append(torch.stack([found[0, ..., -1], own[0].amin(dim=-1)]))
+
+    def at(d: int, row: int) -> str:
+        anchor = int(anchors[row])
+        place = f"depth {d + 1}, anchor {anchor}, reading token {int(tokens[anchor + d + 1])}"
+        return place + (f" of {where}" if where else "")
 
     with torch.no_grad(), attach(drafter, "*attn.scores", hide):
         fused = drafter.fuse(aux[None, :-1]).expand(len(hidden), -1, -1)
         with attach(drafter, "attn.pattern", watch):
             links = _chain(drafter, tokens, fused, depth, "forced", anchors, restore=True)
             alone, known = _truths(drafter, links)
+        null, least = torch.stack([torch.cat(x, dim=2) for x in checked], dim=1).numpy()
+        refuse_no_attention(null, least, at, drafter=drafter.config.variant)
         links = _chain(drafter, tokens, fused, depth, "forced", anchors)
         onwards, _ = _truths(drafter, links)
     mass = torch.stack([torch.cat(blocks) for blocks in masses], dim=1)  # [T, D, 6]

@@ -8,7 +8,7 @@ head), whatever the text's length.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -231,18 +231,7 @@ class Recorder:
                 got=value,
                 remedy="The cell is stopped and its rows are invalid; check checkpoint and dtype.",
             )
-        # No drafter has a learned sink logit, so that nothing may be lacking to 1.
-        wrong = (heads["null_mass"] != 0) | (least < -measures.ROUNDING)
-        if wrong.any():
-            d, row, head = np.argwhere(wrong.swapaxes(1, 2))[0]
-            raise NumericsError(
-                f"attn.pattern of drafter {name} is no attention at {at(d, row)}: weights must be "
-                "0 or more and sum to 1",
-                got=f"head {head}: a sum of {1 - heads['null_mass'][d, head, row]:.6g}, the "
-                f"least weight {least[d, head, row]:.3g}",
-                remedy="Change attn.scores instead, before the softmax, or hand the mass on to "
-                "other keys.",
-            )
+        refuse_no_attention(heads["null_mass"], least, at, drafter=name)
         steps = {name: v for name, v in steps.items() if name not in ("read", "best")}
         steps["depth"] = np.repeat(depths[:, None], n, axis=1)
         steps["anchor"] = np.repeat(anchors[None], len(depths), axis=0)
@@ -288,6 +277,28 @@ class _Stacked:
         rows = {n: torch.stack([kept[d].per_row[n] for d in order]) for n in kept[order[0]].per_row}
         per_row, per_head, *per_layer = _to_host([rows, heads, *fused])
         return cls(np.array(order), per_row, per_head, per_layer)
+
+
+def refuse_no_attention(
+    null: np.ndarray, least: np.ndarray, at: Callable[[int, int], str], *, drafter: str
+) -> None:
+    """Raise NumericsError where the weights of a query are negative or do not sum to 1.
+
+    null, least: [D, h, T], what the weights lack to 1 and the smallest of them. ``at`` says in
+    words which depth and row are meant.
+    """
+    # No drafter has a learned sink logit, so that nothing may be lacking to 1.
+    wrong = (null != 0) | (least < -measures.ROUNDING)
+    if wrong.any():
+        d, row, head = np.argwhere(wrong.swapaxes(1, 2))[0]
+        raise NumericsError(
+            f"attn.pattern of drafter {drafter} is no attention at {at(d, row)}: weights must be "
+            "0 or more and sum to 1",
+            got=f"head {head}: a sum of {1 - null[d, head, row]:.6g}, the least weight "
+            f"{least[d, head, row]:.3g}",
+            remedy="Change attn.scores instead, before the softmax, or hand the mass on to "
+            "other keys.",
+        )
 
 
 def _to_host(groups: Sequence[dict[str, Tensor]]) -> list[Columns]:

@@ -110,7 +110,7 @@ def _explain(drafter: Drafter, text: Text, item: Item, spec: ExplainSpec) -> Col
     measure = MeasureSpec(sink=spec.sink)
     lengths = torch.tensor([size])
     sink = sink_set(drafter, tokens[None], aux[None], lengths, measure)[0]
-    _attention(rows, drafter, tokens, aux, sink, text.prompt_len, anchors, spec)
+    _attention(rows, drafter, tokens, aux, sink, text, anchors, spec)
     return {**rows.columns, "text": [text.kind] * len(rows.columns["n"])}
 
 
@@ -214,7 +214,7 @@ def _attention(
     tokens: Tensor,
     aux: Tensor,
     sink: Tensor,
-    prompt_len: int,
+    text: Text,
     anchors: Tensor,
     spec: ExplainSpec,
 ) -> None:
@@ -224,8 +224,9 @@ def _attention(
         aux,
         depth=spec.depth,
         sink=sink,
-        prompt_len=prompt_len,
+        prompt_len=text.prompt_len,
         anchors=anchors,
+        where=f"{text.kind} text {text.prompt_id}",
     )
     # Mass and effect of the same anchors, so that they can be held against each other.
     for i, region in enumerate(REGIONS):
