@@ -1,4 +1,4 @@
-"""The table of docs/doctor.md: clean pairs and planted faults, with margins.
+"""The tables of docs/doctor-table.md: clean pairs and planted faults, with margins.
 
     python experiments/doctor_table.py                       the micro pairs of tests/faults.py
     python experiments/doctor_table.py TARGET DRAFTER...     any trained pair, faults planted in it

@@ -170,11 +170,14 @@ def test_warnings_are_errors() -> None:
 # -- documents
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_and_pictures_exist(name: str) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", read(name))
-    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
-    assert missing == []
+@pytest.mark.parametrize(
+    "page", [*DOCUMENTS, *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))]
+)
+def test_links_and_pictures_exist(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", read(page))
+    folder = (ROOT / page).parent
+    missing = [link for link in links if "://" not in link and not (folder / link).exists()]
+    assert not missing
 
 
 def test_the_licence_is_apache_2() -> None:
@@ -212,3 +215,18 @@ def test_the_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
     }
     assert wanted <= inside
     assert "driftlab/data/suites/micro.toml" in inside
+
+
+def test_numbers_in_the_readme_are_the_papers() -> None:
+    """They are typed there; the papers' page computes them from committed tables."""
+    page = read("papers/attention-drift/README.md")
+    told = re.findall(r"-?x?\d[\d.]* \[[^\]]*\]", read("README.md"))
+    assert len(told) >= 6
+    assert [number for number in told if number not in page] == []
+
+
+def test_every_disagreement_that_the_code_cites_is_explained() -> None:
+    rows = re.findall(r"^\| (X\d+) \|", read("docs/checkpoints.md"), flags=re.MULTILINE)
+    assert rows == [f"X{n}" for n in range(1, 27)]
+    code = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "driftlab").rglob("*.py"))
+    assert set(re.findall(r"\bX\d+\b", code)) <= set(rows)

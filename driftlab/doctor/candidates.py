@@ -19,7 +19,7 @@ from driftlab.models.checkpoints.dialects import Dialect
 from driftlab.models.checkpoints.profiles import Facts, Reading, default_boundaries, written_rope
 
 Apply = Callable[[Reading], Reading]
-# Which rows of the reference's table dispute a field; field -> rows.
+# Which rows of docs/checkpoints.md dispute a field; field -> rows.
 DISPUTED: Mapping[str, str] = {
     "boundaries": "X1, X12",
     "fusion_norm": "X8, X9",

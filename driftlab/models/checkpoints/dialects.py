@@ -1,6 +1,6 @@
 """Who wrote a file: recognition, what each trainer does, and canonical tensor names.
 
-The table of section 3 of the checkpoint reference, as code. Nothing is resolved here.
+The dialects of docs/checkpoints.md, as code. Nothing is resolved here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``trained`` is the contract as the readers resolve it. The other profiles follow what was read
 of vLLM 0.32.0 (V1 runner), SGLang after #32334, TensorRT-LLM's one-model path and llama.cpp's
-converter. Every patch cites its row X1..X26 of the reference's table of disagreements.
+converter. Every patch cites its row X1..X26 of docs/checkpoints.md.
 """
 
 from __future__ import annotations
