@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from driftlab.errors import AssumptionError, ConfigError
+from driftlab.files import refuse_irregular
 
 
 class FusionNorm(StrEnum):
@@ -548,6 +549,7 @@ def _over(data: dict[str, Any], base: dict[str, Any], stem: str) -> dict[str, An
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    refuse_irregular(path, ConfigError)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

@@ -36,6 +36,11 @@ def _rebuild(
     return kind(what, got=got, remedy=remedy)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, in one line of at most 300 characters."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:300]
+
+
 class ConfigError(DriftlabError):
     """A setting or experiment file that cannot be used."""
 

@@ -7,12 +7,16 @@ hypothesis thinks of.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import os
+import signal
+import socket
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,11 +29,18 @@ sys.path.insert(0, str(Path(__file__).parent / "reliability"))
 import fuzz
 
 from driftlab.config import Experiment, build_experiment, read_experiment
-from driftlab.data.prompts import load_prompts
+from driftlab.data.prompts import load_filler, load_prompts
 from driftlab.errors import CheckpointError, ConfigError, DataError, DriftlabError
+from driftlab.experiment.redo import read_manifest
+from driftlab.files import file_hash
 from driftlab.models.checkpoints import inspect
-from driftlab.models.checkpoints.native import contract_hash, file_hash
+from driftlab.models.checkpoints.native import contract_hash
+from driftlab.models.checkpoints.tokens import compare_tokens
 from driftlab.models.loading import load_model
+from driftlab.models.tiny import tiny_llama
+from driftlab.results.bench_rows import fill
+from driftlab.results.records import RunDirectory
+from driftlab.results.served import beside, read_served
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
@@ -259,6 +270,118 @@ def test_a_pipe_in_the_folder_of_a_target(tmp_path: Path) -> None:
         load_model(str(tmp_path), **options, **nowhere)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model("~nosuchuser/x", **options, **nowhere)
+
+
+# --- what is no file: a pipe is waited for, /dev/zero never ends ---------------------------------
+
+
+def gguf(place: Path) -> object:
+    return load_target(place.rename(place.with_suffix(".gguf")))
+
+
+def manifest_of_a_run(place: Path) -> object:
+    return RunDirectory.open(place.rename(place.with_name("manifest.json")).parent)
+
+
+def part_of_a_target(place: Path) -> object:
+    tiny_llama(vocab_size=9, hidden_size=8, heads=2, layers=1).save_pretrained(place.parent)
+    weights = place.parent / "model.safetensors"
+    weights.unlink()
+    place.rename(weights)
+    return load_target(place.parent)
+
+
+def part_of_a_drafter(place: Path, name: str) -> object:
+    folder = public(place.parent)
+    (folder / name).unlink(missing_ok=True)
+    place.rename(folder / name)
+    return fuzz.load_drafter(folder, target=fuzz.drafters.TARGET)
+
+
+def shard_of_a_drafter(place: Path) -> object:
+    index = {"weight_map": {"fc.weight": place.name}}
+    folder = public(place.parent)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return inspect(folder)
+
+
+def tokens_of_a_drafter(place: Path) -> object:
+    class Known:
+        tokenizer = object()
+
+    place.rename(place.with_name("tokenizer.json"))
+    return compare_tokens(place.parent, cast(Any, Known()))
+
+
+def load_target(source: Path) -> object:
+    nowhere: dict[str, Any] = {"revision": None, "device_map": None, "tp_plan": None}
+    return load_model(
+        str(source), dtype="float32", device="cpu", trust_remote_code=False, **nowhere
+    )
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "prompts": load_prompts,
+    "filler": lambda place: load_filler(place.rename(place.with_suffix(".txt")), None, 9),
+    "experiment": read_experiment,
+    "manifest": read_manifest,
+    "manifest of a run": manifest_of_a_run,
+    "page of an engine": read_served,
+    "page beside a run": lambda place: beside("run", place),
+    "page of benchmarks": fill,
+    "GGUF file": gguf,
+    "part of a target": part_of_a_target,
+    **{
+        name: functools.partial(part_of_a_drafter, name=name)
+        for name in ("config.json", "model.safetensors", "pytorch_model.bin", "eagle_meta.pt")
+    },
+    "shard": shard_of_a_drafter,
+    "tokenizer": tokens_of_a_drafter,
+}
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+FOLDERS = {"manifest", "page beside a run"}  # of runs
+
+
+@pytest.mark.parametrize(
+    ("reader", "kind"),
+    [
+        (reader, kind)
+        for reader in READERS
+        for kind in ("a pipe", "a folder", "a device", "a socket")
+        if kind != "a folder" or reader not in FOLDERS
+    ],
+)
+def test_what_is_no_file_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    place = Path("thing")
+    if kind == "a pipe":
+        os.mkfifo(place)
+    elif kind == "a folder":
+        place.mkdir()
+    elif kind == "a device":
+        place.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(place))
+    with within(10), pytest.raises(DriftlabError, match=f"is no regular file \\(got {kind}\\)"):
+        READERS[reader](place.absolute())
 
 
 @pytest.mark.parametrize("source", ["~nosuchuser/x", "x" * 300, "a\0b"])

@@ -249,7 +249,7 @@ def test_doctor_ends_with_what_it_found(call: Call, patch: pytest.MonkeyPatch, c
         (["none.toml"], "experiment file none.toml does not exist"),
         (["bad.toml"], "bad.toml is not a TOML file"),
         (["bad.toml", "--suite", "micro"], "an experiment file and a suite are named"),
-        (["."], "experiment file . cannot be read"),
+        (["."], ". is no regular file (got a folder)"),
         (["--out", "bad.toml/x"], "bad.toml/x"),
         (["--out", "bad.toml"], "bad.toml is a file"),
         (["--out", "texts"], "texts holds files that are no run (got notes.txt)"),

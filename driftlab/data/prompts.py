@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from driftlab.errors import DataError
+from driftlab.files import refuse_irregular
 
 TemplatePolicy = Literal["auto", "always", "never"]
 BosPolicy = Literal["auto", "always", "never"]
@@ -115,6 +116,7 @@ def load_prompts(source: str | Path) -> list[Prompt]:
         resource = resources.files("driftlab.data") / "sets" / f"{name}.jsonl"
         return _parse(resource.read_bytes(), stem=name, where=f"packaged set {name}")
     path = Path(source)
+    refuse_irregular(path, DataError)
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -140,6 +142,7 @@ def load_filler(source: str | Path, tokenizer: Any, tokens: int) -> str:
     DataError: as :func:`load_prompts`, or an empty file.
     """
     if str(source).endswith(".txt"):
+        refuse_irregular(Path(source), DataError)
         try:
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,6 @@ frozen parts of the target, and shards of the run.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +26,14 @@ from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
 from driftlab.engines.train import TrainResult, initialise, train
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError
-from driftlab.models.checkpoints import stated_config
+from driftlab.files import file_hash
 from driftlab.models.checkpoints.load import load_drafter
-from driftlab.models.checkpoints.native import contract_hash
-from driftlab.models.checkpoints.read import CONFIG, WEIGHTS
+from driftlab.models.checkpoints.native import verified_config
+from driftlab.models.checkpoints.read import CONFIG
 from driftlab.models.checkpoints.write import save_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Frozen
-from driftlab.results.records import RunDirectory, file_hash
+from driftlab.results.records import RunDirectory
 from driftlab.results.shards import SUFFIX, read_shard, safe_name
 
 Progress = Callable[[int], None]
@@ -113,23 +112,15 @@ def finished(job: CellJob) -> bool:
 def fault_of(folder: Path, row: Mapping[Any, Any], known: str | None) -> str | None:
     """Why ``folder`` does not hold the drafter of the cell ``row``, or None when it does.
 
-    ``known`` is what the run keeps of it (:meth:`RunDirectory.drafter_of`). Without that the
-    checksums in the folder must agree, and its contract with the row's switches.
+    Its checksums must agree, its config with ``known``, what the run keeps of it
+    (:meth:`RunDirectory.drafter_of`), and its contract with the row's switches.
     """
     try:
-        contract = stated_config(folder)
-        stated = json.loads((folder / CONFIG).read_bytes())
-        weights = file_hash(folder / WEIGHTS)
+        contract = verified_config(folder)
     except CheckpointError as error:
         return error.cause
-    except OSError as error:
-        return f"{folder / WEIGHTS}: {error.strerror}"
     if known is not None and known != file_hash(folder / CONFIG):
-        return f"{folder} holds another drafter, or a damaged one"
-    if stated.get("sha256") != weights:
-        return f"{folder / WEIGHTS} is damaged or another's"
-    if stated.get("contract_sha256") not in (None, contract_hash(stated)):
-        return f"{folder / CONFIG} is damaged"
+        return f"{folder} holds another drafter"
     other = [name for name in _SWITCHES if getattr(contract, name) != row[name]]
     return f"{folder} holds a drafter of other {', '.join(other)}" if other else None
 

@@ -21,7 +21,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TypeVar
 
-from driftlab.errors import DriftlabError, ResourceError, RunError
+from driftlab.errors import DriftlabError, ResourceError, RunError, first_line
 
 Progress = Callable[[int], None]
 Job = TypeVar("Job")
@@ -108,7 +108,7 @@ def understood(error: BaseException) -> DriftlabError:
     if isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said:
         return ResourceError(
             "not enough memory",
-            got=_first_line(error),
+            got=first_line(error),
             remedy="Use fewer workers or a smaller batch; finished work is kept.",
         )
     if isinstance(error, OSError) and error.strerror:
@@ -122,13 +122,9 @@ def understood(error: BaseException) -> DriftlabError:
     place = f" in {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
     return DriftlabError(
         f"driftlab failed{place}",
-        got=f"{type(error).__name__}: {_first_line(error)}",
+        got=f"{type(error).__name__}: {first_line(error)}",
         remedy="Please report this line. DRIFTLAB_TRACEBACK=1 shows where it comes from.",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]
 
 
 def _start(work: Callable[[Job, Progress], None]) -> tuple[SpawnProcess, Connection]:

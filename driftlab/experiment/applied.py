@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from driftlab.engines.cell import FACTS, CellJob, fault_of
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
+from driftlab.files import file_hash
 from driftlab.models.target import Target
 from driftlab.results.records import RunDirectory
 
@@ -114,7 +114,7 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
     for row in cells.sort_values(["seed", "cell"]).astype(object).to_dict("records"):
         drafter = folder / "drafters" / row["cell"]
         try:
-            sha = sha256((drafter / "config.json").read_bytes()).hexdigest()
+            sha = file_hash(drafter / "config.json")
         except OSError:
             raise RunError(
                 f"the drafter {drafter} is not there",

@@ -9,6 +9,7 @@ from typing import Any
 
 from driftlab.config import Experiment, build_experiment
 from driftlab.errors import RunError
+from driftlab.files import refuse_irregular
 from driftlab.results.records import RunDirectory
 
 
@@ -18,6 +19,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises RunError when it cannot be read, or was written by another command.
     """
     path = path / "manifest.json" if path.is_dir() else path
+    refuse_irregular(path, RunError)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from driftlab.errors import CheckpointError
+from driftlab.files import refuse_irregular
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    refuse_irregular(path, CheckpointError)
     if not path.is_file():
         raise CheckpointError("the GGUF file does not exist", got=path, remedy="Check the path.")
     counts: Counter[str] = Counter()

@@ -24,7 +24,14 @@ from transformers import (
 )
 
 from driftlab.config import Origin, Provenance, Sourced
-from driftlab.errors import CheckpointError, ConfigError, DriftlabError, ResourceError
+from driftlab.errors import (
+    CheckpointError,
+    ConfigError,
+    DriftlabError,
+    ResourceError,
+    first_line,
+)
+from driftlab.files import refuse_irregular
 from driftlab.models.checkpoints.read import expanded
 from driftlab.models.gguf_header import read_gguf_header
 from driftlab.models.memory import system_bytes
@@ -37,6 +44,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+_WEIGHTS = (".safetensors", ".bin")
 # Not part of what a model computes, so not part of its fingerprint.
 _UNHASHED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
 _SUPPORTED = ((5, 24), (6, 0))  # the cache's API changed in 5.24
@@ -152,20 +160,17 @@ def _check_transformers() -> None:
 
 def _check_folder(folder: Path) -> int | None:
     """Bytes of the weight files; raises CheckpointError when a file that must be there is not."""
-    config = folder / "config.json"
-    if not config.is_file():
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _WEIGHTS or not path.is_dir():
+            refuse_irregular(path, CheckpointError)
+    if not os.path.isfile(folder / "config.json"):
         raise CheckpointError(
             f"{folder} holds no config.json", remedy="Give the folder that save_pretrained wrote."
-        )
-    odd = sorted(p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir()))
-    if odd:  # a pipe would be waited for
-        raise CheckpointError(
-            f"{folder / odd[0]} is no regular file", remedy="Put the file itself there."
         )
     for index in sorted(folder.glob("*.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
             ) from None
@@ -183,7 +188,7 @@ def _check_folder(folder: Path) -> int | None:
                 got=", ".join(lost[:4]),
                 remedy=f"Fetch the files that {index.name} names.",
             )
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = [p for p in folder.iterdir() if p.suffix in _WEIGHTS and p.is_file()]
     if not files:
         raise CheckpointError(
             f"{folder} holds no weights",
@@ -269,21 +274,16 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ResourceError(
             f"{what} does not fit in memory",
-            got=_first_line(error),
+            got=first_line(error),
             remedy="Load in a smaller dtype, or with device_map.",
         ) from None
     except Exception as error:
         raise CheckpointError(
             f"{what} cannot be loaded",
-            got=f"{type(error).__name__}: {_first_line(error)}",
+            got=f"{type(error).__name__}: {first_line(error)}",
             remedy="Check that the files are complete (fetch them again) and of a causal LM. "
             "Code in a checkpoint runs only with trust_remote_code.",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else "no message"
 
 
 @contextmanager

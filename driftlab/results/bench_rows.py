@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.errors import DataError
+from driftlab.files import refuse_irregular
 from driftlab.results.shards import atomic_file
 
 
@@ -66,6 +67,7 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
 
 
 def _stages(path: Path) -> dict[str, Any]:
+    refuse_irregular(path, DataError)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["stages"])
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -110,6 +112,7 @@ def fill(page: Path) -> list[str]:
 
     Raises DataError when there is no such place in the page, or a benchmark cannot be read.
     """
+    refuse_irregular(page, DataError)
     text = page.read_text(encoding="utf-8")
     named = _PLACE.findall(text)
     if not named:

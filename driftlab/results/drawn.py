@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from driftlab.results.records import SMALL, RunDirectory, file_hash
+from driftlab.files import file_hash
+from driftlab.results.records import SMALL, RunDirectory
 from driftlab.results.schema import OPTIONAL
 from driftlab.results.shards import atomic_file
 

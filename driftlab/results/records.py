@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from driftlab.errors import DataError, RunError
+from driftlab.files import file_hash, refuse_irregular
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMA_VERSION, SCHEMAS, TABLES
 from driftlab.results.shards import (
     SUFFIX,
@@ -294,9 +294,7 @@ class RunDirectory:
             if not rows and name in OPTIONAL:
                 files.pop(name).unlink()
                 continue
-            with files[name].open("rb") as handle:
-                digest = hashlib.file_digest(handle, "sha256").hexdigest()
-            noted[name] = {"rows": rows, "sha256": digest}
+            noted[name] = {"rows": rows, "sha256": file_hash(files[name])}
         self.update_manifest(tables=noted, finished=_now())
         return files
 
@@ -436,18 +434,6 @@ class RunDirectory:
         return Tables(**frames, manifest=self.manifest, extra=extra)
 
 
-@functools.lru_cache(maxsize=256)
-def _hash_of(path: Path, size: int, changed: int) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 (hex), computed once for each state of the file."""
-    stat = path.stat()
-    return _hash_of(path, stat.st_size, stat.st_mtime_ns)
-
-
 def _reopen(path: Path, role: Role) -> RunDirectory:
     return RunDirectory.worker(path) if role == "worker" else RunDirectory.open(path)
 
@@ -475,6 +461,7 @@ def _writable(path: Path) -> Iterator[None]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
+    refuse_irregular(path / "manifest.json", RunError)
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if not isinstance(manifest, dict):

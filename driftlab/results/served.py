@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from driftlab.errors import ConfigError, RunError
+from driftlab.files import refuse_irregular
 from driftlab.results.compare import Comparison, Side, Source, aligned, compare, one_side
 from driftlab.results.records import RunDirectory
 from driftlab.results.slices import TextKind, take
@@ -90,6 +91,7 @@ def read_served(path: str | Path) -> Served:
     that contradict each other.
     """
     path = Path(path)
+    refuse_irregular(path, RunError)
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
@@ -506,7 +508,7 @@ def beside(
     See :func:`driftlab.results.compare.compare` and :func:`compare_served` for ``kind``,
     ``depth`` and the errors.
     """
-    if isinstance(other, str | Path) and Path(other).is_file():
+    if isinstance(other, str | Path) and Path(other).exists() and not Path(other).is_dir():
         return compare_served(run, other, kind=kind, depth=depth)
     if depth is not None:
         raise ConfigError("depth belongs to an engine's file", remedy="Leave it away.")

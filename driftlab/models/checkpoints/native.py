@@ -19,18 +19,14 @@ from transformers.activations import ACT2FN
 
 from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError
+from driftlab.files import file_hash
 from driftlab.models.checkpoints.dialects import NATIVE_KEY
-from driftlab.models.checkpoints.read import CONFIG, IDS, Files, read_json
+from driftlab.models.checkpoints.read import CONFIG, IDS, WEIGHTS, Files, read_json
 from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
 
 VERSION = 1
 _PROVENANCE = TypeAdapter(Provenance)
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def contract_hash(config: Mapping[str, Any]) -> str:
@@ -66,6 +62,41 @@ def stated_config(folder: Path) -> DrafterConfig:
         ) from None
 
 
+def verified_config(folder: Path) -> DrafterConfig:
+    """`stated_config`, after both checksums of the folder were compared. Raises CheckpointError."""
+    config, stated = stated_config(folder), read_json(folder / CONFIG)
+    _check_weights(folder / WEIGHTS, stated)
+    _check_contract(folder / CONFIG, stated)
+    return config
+
+
+def _check_weights(path: Path, stated: Mapping[str, Any]) -> None:
+    try:
+        found = file_hash(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            got=error.strerror,
+            remedy="Write the drafter again with save_drafter.",
+        ) from None
+    if stated.get("sha256") != found:
+        raise CheckpointError(
+            f"{path} is not the file that its config was written with",
+            got=f"sha256 {found}",
+            remedy="The weights are damaged or were exchanged; write the drafter again.",
+        )
+
+
+def _check_contract(path: Path, stated: Mapping[str, Any]) -> None:
+    known = stated.get("contract_sha256")
+    if known is not None and known != contract_hash(stated):
+        raise CheckpointError(
+            f"{path} was changed after it was written",
+            got="its checksum does not agree",
+            remedy="Write the drafter again with save_drafter; overrides read it another way.",
+        )
+
+
 def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
     """Contract of a native folder.
 
@@ -95,13 +126,7 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
         raise CheckpointError(
             f"{where}: hidden_act is unknown to transformers", got=repr(config.hidden_act)
         )
-    found = file_hash(files.folder / files.weights)
-    if files.config.get("sha256") != found:
-        raise CheckpointError(
-            f"{files.folder / files.weights} is not the file that its config was written with",
-            got=f"sha256 {found}",
-            remedy="The weights are damaged or were exchanged; write the drafter again.",
-        )
+    _check_weights(files.folder / files.weights, files.config)
     return config, provenance
 
 
@@ -131,11 +156,5 @@ def check_tensors(files: Files, config: DrafterConfig) -> Tensor:
             got=ids.dtype,
             remedy="Write the drafter again with save_drafter.",
         )
-    stated = files.config.get("contract_sha256")
-    if stated is not None and stated != contract_hash(files.config):
-        raise CheckpointError(
-            f"{files.folder / CONFIG} was changed after it was written",
-            got="its checksum does not agree",
-            remedy="Write the drafter again with save_drafter; overrides read it another way.",
-        )
+    _check_contract(files.folder / CONFIG, files.config)
     return ids

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from driftlab.errors import CheckpointError
+from driftlab.files import refuse_irregular
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -64,6 +65,8 @@ def read_files(source: str | Path, *, revision: str | None = None) -> Files:
     """
     folder, commit = _locate(source, revision)
     config = read_json(folder / CONFIG)
+    for name in WEIGHT_FILES:
+        refuse_irregular(folder / name, CheckpointError)
     present = [name for name in WEIGHT_FILES if os.path.isfile(folder / name)]
     if not present:
         found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -99,6 +102,7 @@ def _token_map(folder: Path) -> tuple[Tensor | None, str]:
     places = [folder / TOKEN_MAP] + [f / n for f in (folder, *beside) for n in META_FILES]
     found: list[tuple[Path, Tensor]] = []
     for path in places:
+        refuse_irregular(path, CheckpointError)
         if not path.is_file():
             continue
         data = _load_torch(path)
@@ -182,8 +186,7 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise CheckpointError(f"{path} is no regular file", remedy="Put the file itself there.")
+    refuse_irregular(path, CheckpointError)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -286,6 +289,8 @@ def _read_sharded(folder: Path, index: str) -> tuple[dict[str, Tensor], list[str
                 remedy="A shard is a file beside its index; do not load files from this source.",
             )
         by_shard.setdefault(shard, []).append(tensor)
+    for shard in by_shard:
+        refuse_irregular(folder / shard, CheckpointError)
     missing = [shard for shard in sorted(by_shard) if not os.path.isfile(folder / shard)]
     if missing:
         raise CheckpointError(

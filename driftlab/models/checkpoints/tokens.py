@@ -24,7 +24,7 @@ def compare_tokens(folder: Path, target: TargetLike | None) -> Sourced | None:
     CheckpointError: the file is damaged.
     """
     theirs = getattr(target, "tokenizer", None)
-    if theirs is None or not (folder / TOKENIZER).is_file():
+    if theirs is None or not (folder / TOKENIZER).exists():
         return None
     own = _strings(folder / TOKENIZER)
     known = {int(i): str(token) for token, i in theirs.get_vocab().items()}

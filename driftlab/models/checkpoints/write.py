@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.errors import CheckpointError, ResourceError
+from driftlab.files import file_hash
 from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
 from driftlab.models.checkpoints.layouts import lay_out
-from driftlab.models.checkpoints.native import file_hash, to_native
+from driftlab.models.checkpoints.native import to_native
 from driftlab.models.checkpoints.read import CONFIG, WEIGHTS, check_numbers, expanded, read_json
 from driftlab.models.checkpoints.sheet import TargetLike
 from driftlab.models.drafter import Drafter
