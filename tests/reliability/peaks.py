@@ -82,19 +82,13 @@ def config(size: Size) -> Any:
 def target(size: Size) -> Any:
     import torch
 
-    from driftlab.models.target import Target
-    from driftlab.models.tiny import tiny_llama
+    from driftlab.bench.count import TargetShape
+    from driftlab.bench.shapes import random_target
 
-    model = tiny_llama(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        layers=size.layers,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        max_position=size.length,
-    )
-    model.to(getattr(torch, size.dtype))
-    return Target.from_model(model, name="random", eos_ids=())
+    width, heads = size.hidden, size.heads
+    inner = width * 8 // 3
+    shape = TargetShape(size.layers, width, inner, heads, size.kv_heads, width // heads, size.vocab)
+    return random_target(shape, getattr(torch, size.dtype))
 
 
 def make(size: Size, folder: Path) -> None:
