@@ -477,6 +477,9 @@ def test_a_plan_names_every_run_and_its_time(reproduce: Any, tmp_path: Path) -> 
     twice = reproduce.plan([by_name["norms-micro"]], tmp_path, rate=2.5, theirs=10.0)
     assert "norms-micro" in said and "recorded" in said
     assert said != twice
+    said = reproduce.plan([by_name["explained-micro"]], tmp_path, rate=5.0, theirs=10.0)
+    assert "norms-micro, 12 prompts" in said and "1 runs whose time is not known" in said
+    assert names.index("norms-micro") < names.index("explained-micro")
     assert reproduce.told(30) == "30 s"
     assert reproduce.told(7200) == "2.0 h"
     assert reproduce.gemm_rate(0.02) > 0
