@@ -275,14 +275,14 @@ def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[An
     headline's text by default.
     """
     tables = load(run)
-    first = _registered(tables, kind)
+    first = registered_answers(tables, kind)
     rest = _applied(tables, kind) or _explored(tables, kind)
     if first:
         rest = [replace(one, sentence=f"Exploratory: {one.sentence}") for one in rest]
     return first + rest
 
 
-def _registered(tables: Tables, kind: TextKind | None) -> list[Answer]:
+def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Answer]:
     """The comparisons that were fixed before the run, whatever came of them."""
     out = []
     found = registered(tables, kind)
