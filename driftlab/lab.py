@@ -9,15 +9,14 @@ with lab.intervene(pin_norm()): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from hashlib import sha256
 from html import escape
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -62,13 +61,10 @@ from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Captured, HookFn, attach, capture, points
 from driftlab.models.target import Target
 from driftlab.results.explanations import Explained
-from driftlab.results.figures import Plots
-from driftlab.results.records import RunDirectory, Tables, to_pandas
+from driftlab.results.probed import ProbeRun
+from driftlab.results.records import to_pandas
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMAS
 from driftlab.results.shards import make_table, reduce_steps
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 CACHE = Path("runs/cache")
 """Where generated texts, captured states and the embedded target are kept by default."""
@@ -420,10 +416,7 @@ class Lab:
             "--batch",
         )
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
-        condition = self.condition
-        if rendering != RENDERING:
-            condition = " + ".join(filter(None, (f"rendering {rendering.name}", condition)))
-        cell = self.variant + (f"/{condition}" if condition else "")
+        cell, condition = self._named(rendering)
         pieces = self._measure(features, spec, cell, batch, shapley)
         pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
         pieces["prompts"] = [make_table("prompts", prompt_rows(features.texts, found, spec), cell)]
@@ -495,10 +488,7 @@ class Lab:
             batch=batch,
             rendering=rendering,
         )
-        condition = self.condition
-        if rendering != RENDERING:
-            condition = " + ".join(filter(None, (f"rendering {rendering.name}", condition)))
-        cell = self.variant + (f"/{condition}" if condition else "")
+        cell, condition = self._named(rendering)
         found, left_out = explain_features(self.drafter, features, spec)
         tables = [
             make_table(
@@ -513,6 +503,12 @@ class Lab:
             pa.concat_tables(tables), to_pandas(cells, False), {}, left_out=left_out
         )
 
+    def _named(self, rendering: Rendering) -> tuple[str, str]:
+        """The cell's name, and the condition that it is measured under."""
+        given = "" if rendering == RENDERING else f"rendering {rendering.name}"
+        condition = " + ".join(filter(None, (given, self.condition)))
+        return "/".join(filter(None, (self.variant, condition))), condition
+
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
         room = self.target.max_position - new
         if str(prompts) == MICRO and self.target.tokenizer is None:
@@ -524,7 +520,8 @@ class Lab:
                 p if isinstance(p, Prompt) else Prompt(f"prompt-{i:03d}", "given", p)
                 for i, p in enumerate(prompts)
             ]
-        if twice := sorted({a.id for a, b in pairwise(sorted(found, key=_id)) if a.id == b.id}):
+        counts = Counter(prompt.id for prompt in found)
+        if twice := sorted(id for id, n in counts.items() if n > 1):
             raise DataError("prompt ids occur twice", got=", ".join(twice[:3]))
         return sources(found, self.tokenizer, rendering, limit=room)
 
@@ -633,141 +630,6 @@ class Lab:
         }
 
 
-class ProbeRun:
-    """What a probe found: tables as DataFrames, and figures.
-
-    Attributes
-    ----------
-    steps, depths, heads, fused, prompts, cells: the tables of a stored run
-        (:mod:`driftlab.results.schema` has columns, units and meanings).
-    plot: ``run.plot.sink_by_depth()`` and the like, each on matplotlib Axes.
-    manifest: settings, hashes of the models and texts, interventions, assumed values.
-    """
-
-    def __init__(self, arrow: Mapping[str, pa.Table], manifest: Mapping[str, Any]) -> None:
-        self._arrow, self.manifest = dict(arrow), dict(manifest)
-
-    @cached_property
-    def steps(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["steps"], False)
-
-    @cached_property
-    def depths(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["depths"], False)
-
-    @cached_property
-    def heads(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["heads"], False)
-
-    @cached_property
-    def fused(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["fused"], False)
-
-    @cached_property
-    def prompts(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["prompts"], False)
-
-    @cached_property
-    def cells(self) -> pd.DataFrame:
-        return to_pandas(self._arrow["cells"], False)
-
-    @cached_property
-    def _tables(self) -> Tables:
-        names = ("depths", "heads", "fused", "prompts", "cells")
-        frames: dict[str, Any] = {n: to_pandas(self._arrow[n], True) for n in names}
-        return Tables(**frames, manifest=self.manifest)
-
-    def tables(self) -> Tables:
-        """The small tables, as statistics, figures and the report read them."""
-        return self._tables
-
-    @property
-    def plot(self) -> Plots:
-        return Plots(self._tables)
-
-    def beside(self, *others: ProbeRun) -> ProbeRun:
-        """This run and ``others`` as one, to be drawn in one figure, paired by prompt.
-
-        Raises DataError when they measured other texts, or hold the same cell twice.
-        """
-        for other in others:
-            if not self._arrow["prompts"].equals(other._arrow["prompts"]):
-                raise DataError(
-                    "the runs were measured on different texts or anchors",
-                    remedy="Probe the same prompts with the same settings; only the drafter or "
-                    "its interventions may differ.",
-                )
-        runs = (self, *others)
-        cells = [c for run in runs for c in run._arrow["cells"]["cell"].to_pylist()]
-        if len(set(cells)) < len(cells):
-            raise DataError(
-                "two runs have the same cell",
-                got=", ".join(sorted({c for c in cells if cells.count(c) > 1})),
-                remedy="Each needs another drafter variant or intervention.",
-            )
-        arrow = {
-            n: table if n == "prompts" else pa.concat_tables(run._arrow[n] for run in runs)
-            for n, table in self._arrow.items()
-        }
-        config, inputs = dict(self.manifest["config"]), dict(self.manifest["inputs"])
-        for key, place in (("interventions", config), ("drafters", inputs)):
-            name = "config" if place is config else "inputs"
-            place[key] = {k: v for run in runs for k, v in run.manifest[name][key].items()}
-        return ProbeRun(arrow, {**self.manifest, "config": config, "inputs": inputs})
-
-    def save(self, path: str | Path) -> RunDirectory:
-        """Store the run in a folder; ``driftlab.load_run`` and the command line read it.
-
-        Raises RunError when ``path`` holds another run.
-        """
-        with RunDirectory.create(path, self.manifest) as run:
-            for cell in self._arrow["cells"].to_pylist():
-                run.write_cell(cell)
-                for prompt in sorted(set(self._arrow["steps"]["prompt"].to_pylist())):
-                    run.write(
-                        cell["cell"],
-                        prompt,
-                        {
-                            n: _part(self._arrow[n], cell["cell"], prompt)
-                            for n in MEASURED
-                            if n in self._arrow
-                        },
-                    )
-            run.write_prompts(_columns(self._arrow["prompts"]))
-            run.finish()
-        return RunDirectory.open(path)
-
-    def __repr__(self) -> str:
-        cells = ", ".join(self.cells["cell"])
-        texts = self._arrow["prompts"]
-        return (
-            f"ProbeRun({cells}: {texts.num_rows} texts, "
-            f"{sum(texts['n_anchors'].to_pylist())} anchors, "
-            f"depths 1..{int(self.depths['depth'].max())})"
-        )
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>{self.overview().to_html(float_format='{:.3g}'.format)}"
-
-    def overview(self) -> pd.DataFrame:
-        """Means over prompts by cell, text, mode and depth: accuracy, attention, size."""
-        frame = self.depths.assign(correct=self.depths["n_correct"] / self.depths["n"])
-        shown = ["correct", "sink", "draft_mass", "self_mass", "entropy", "rms_state_pre"]
-        shown += ["rms_feedback", "tv"]
-        return frame.groupby(["cell", "text", "mode", "depth"])[shown].mean()
-
-
-def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    return {name: table[name] for name in table.column_names}
-
-
-def _part(table: pa.Table, cell: str, prompt: str) -> dict[str, pa.ChunkedArray]:
-    import pyarrow.compute as pc
-
-    keep = pc.and_(pc.equal(table["cell"], cell), pc.equal(table["prompt"], prompt))
-    return _columns(table.filter(keep))
-
-
 def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
     """At most one greedy and one sampled text for each prompt: tables tell them apart by that."""
     found = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -784,10 +646,6 @@ def _weights_sha(drafter: Drafter) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _id(prompt: Prompt) -> str:
-    return prompt.id
 
 
 def _short(value: object, limit: int = 60) -> str:
