@@ -17,6 +17,8 @@ import typer
 from driftlab.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from driftlab.config import Experiment
     from driftlab.models.target import Target as LoadedTarget
     from driftlab.results.records import RunDirectory
@@ -182,11 +184,10 @@ def probe(
 
 def _refuse_other_probe(out: Path, asked: list[object]) -> None:
     """Measuring takes minutes, so that a folder which is taken is refused before, not after."""
-    from driftlab.results.records import RunDirectory
+    from driftlab.results.records import RunDirectory, refuse_foreign
 
+    refuse_foreign(out)
     if not (out / "manifest.json").exists():
-        if out.is_dir() and any(out.iterdir()):
-            raise RunError(f"{out} holds files that are no run", remedy="Choose another --out.")
         return
     held = RunDirectory.open(out).manifest
     if held.get("asked") != asked:
@@ -273,7 +274,7 @@ def export(
     made = load_drafter(drafter, target=opened, strict=strict)
     for name, source in made.provenance.items():
         if source.origin == "assumed":
-            typer.echo(f"assumed: {name} = {source.value} ({source.where})")
+            _say_assumed(name, source.value, source.where)
     for note in save_drafter(made, out, dialect=to, target=opened, source=drafter):
         typer.echo(f"note: {note}")
     typer.echo(f"written: {out}")
@@ -528,6 +529,7 @@ def _redo(
 ) -> None:
     from driftlab.experiment import code_in_use
     from driftlab.experiment.redo import experiment_of, verdict
+    from driftlab.results.records import RunDirectory
 
     spec, stored, apart = experiment_of(
         manifest, *code_in_use(), other_code=other_code, overrides=overrides
@@ -536,8 +538,6 @@ def _redo(
         typer.echo(f"other code: {difference}")
     out = out or Path("runs") / f"{spec.name}-again"
     _run(spec, out, strict=strict, command=command, ray=ray)
-    from driftlab.results.records import RunDirectory
-
     typer.echo(f"against {manifest}: {verdict(stored, RunDirectory.open(out))}")
 
 
@@ -557,7 +557,7 @@ def _finish(run: RunDirectory) -> None:
     page = write_report(tables, run.path / "report.html", images=drawn)
     assumed = run.manifest.get("assumed") or {}
     for name, source in assumed.items():
-        typer.echo(f"assumed: {name} = {source['value']} ({source['where']})")
+        _say_assumed(name, source["value"], source["where"])
     if said := precision_note(run.manifest.get("precision")):
         typer.echo(f"precision: {said}")
     if (share := run.manifest.get("supervised")) is not None:
@@ -575,11 +575,12 @@ def _finish(run: RunDirectory) -> None:
     typer.echo(f"tables:  {run.path}/*.parquet, settings and assumptions in manifest.json")
 
 
-def _table(frame: object) -> str:
-    """A measure a row, a variant a column, as text."""
-    import pandas as pd
+def _say_assumed(name: str, value: object, where: str) -> None:
+    typer.echo(f"assumed: {name} = {value} ({where})")
 
-    assert isinstance(frame, pd.DataFrame)
+
+def _table(frame: pd.DataFrame) -> str:
+    """A measure a row, a variant a column, as text."""
     return frame.map(lambda e: getattr(e, "short", str(e))).T.to_string()
 
 

@@ -116,9 +116,7 @@ class RunDirectory:
         wanted = manifest.get("config_hash") or config_hash(
             manifest.get("config"), manifest.get("inputs")
         )
-        if path.exists() and not path.is_dir():
-            raise RunError(f"{path} is a file", remedy="Give the path of a folder for the run.")
-        _refuse_foreign(path)
+        refuse_foreign(path)
         if (path / "manifest.json").exists():
             _refuse_other(path, wanted)  # before the lock: the clearer message of the two
         with _writable(path):
@@ -475,7 +473,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: Path) -> None:
+    """Raise RunError when ``path`` is a file, or a folder with other things than a run."""
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file", remedy="Give the path of a folder for the run.")
     if not path.is_dir() or (path / "manifest.json").exists():
         return
     foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS and p.name[0] != ".")
