@@ -20,6 +20,7 @@ from driftlab.config import Experiment
 from driftlab.engines import cell
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment import run_experiment
+from driftlab.papers import committed
 from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
@@ -307,3 +308,16 @@ def test_figures_show_the_drafters_without_conditions() -> None:
     assert set(plain.cells["condition"]) == {""} and set(plain.depths["cell"]) == set(small.CELLS)
     other = RunDirectory.open(small.home() / "done").tables()
     assert without_conditions(other) is other
+
+
+def test_what_is_published_keeps_the_conditions_own_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which texts loop and at which temperature stands in a table that only such runs have."""
+    monkeypatch.setattr(committed, "save_figures", lambda run, out: {})
+    item = committed.publish(applied(), tmp_path / "item")
+    kept, own = RunDirectory.open(item / "tables"), RunDirectory.open(applied())
+    pd.testing.assert_frame_equal(kept.tables().extra["texts"], own.tables().extra["texts"])
+    assert committed.changed_tables(kept) == []
+    (item / "tables" / "texts.parquet").unlink()
+    assert committed.changed_tables(kept) == ["texts.parquet (missing)"]

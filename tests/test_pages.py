@@ -345,7 +345,7 @@ def test_a_page_whose_run_is_missing_says_so(paper: Path) -> None:
     said = (paper / "t3" / "README.md").read_text()
     assert "**Not run.**" in said
     assert "make reproduce ONLY=noise-micro" in said
-    assert "| pre-norm, hidden | 3.06 | 82 | 28 | 5 | 0 | 0 | 2x |" in said
+    assert "| pre-norm, hidden | 3.06 | 82 | 28 | 5 | 0 | 0 | two sources |" in said
     assert not (paper / "t3" / "figures").exists()
     front = (paper / "README.md").read_text()
     assert "| [T3. Noise on the two paths](t3) | not run |" in front
@@ -447,7 +447,7 @@ def test_every_item_of_the_paper_has_a_page() -> None:
         assert (PAPER / name / "README.md").is_file(), name
         for row in item.rows:
             assert len(row.values) == len(item.columns), (name, row.row)
-            assert row.mark in ("1x", "2x")
+            assert row.mark in ("one source", "two sources")
 
 
 def test_committed_results_stay_small() -> None:

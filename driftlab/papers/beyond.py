@@ -48,9 +48,9 @@ def changed(experiment: str) -> Callable[[Mapping[str, Numbers]], Found | None]:
                 rows[f"{own.label}, {condition['name']}"] = row
         if not kept:
             return None
-        frames = [points("accepted, of its own", kept)]
+        frames = [points("accepted drafts, ratio to unchanged", kept)]
         if drawn:
-            frames.append(points("accuracy less its own", drawn))
+            frames.append(points("forced accuracy, change", drawn))
         return rows, {}, together(frames)
 
     return find
@@ -140,10 +140,7 @@ def budget(runs: Mapping[str, Numbers]) -> Found | None:
     groups.sort(key=lambda g: (g.norms, learned[g]))
     first, last = run.free.index[0], run.deepest
     rows: dict[str, dict[str, Estimate]] = {}
-    drawn: dict[str, list[tuple[str, object, Estimate]]] = {
-        name: []
-        for name in ("growth of the state", "change of the sink", "deep accuracy", "drafts")
-    }
+    drawn: dict[str, list[tuple[str, object, Estimate]]] = {panel.name: [] for panel in BUDGET}
     for g in groups:
         growth, sink = run.growth(g, 1, run.deep), run.change(g, "sink", first, last)
         deep, drafts = run.number(run.forced.accuracy(g, last)), run.number(run.drafts(g))
@@ -188,13 +185,13 @@ def budget(runs: Mapping[str, Numbers]) -> Found | None:
 
 
 CHANGED = (
-    Panel("accepted, of its own", "condition"),
-    Panel("accuracy less its own", "condition", zero=True),
+    Panel("accepted drafts, ratio to unchanged", "condition"),
+    Panel("forced accuracy, change", "condition", zero=True),
 )
 TRAINED = (Panel("forced accuracy"), Panel("RMS of the state", log=True))
 BUDGET = (
-    Panel("growth of the state", "thousand training tokens", log=True),
-    Panel("change of the sink", "thousand training tokens", zero=True),
-    Panel("deep accuracy", "thousand training tokens"),
-    Panel("drafts", "thousand training tokens"),
+    Panel("growth, depth 8 / 1", "thousand training tokens", log=True),
+    Panel("sink, last depth - first", "thousand training tokens", zero=True),
+    Panel("forced accuracy, last depth", "thousand training tokens"),
+    Panel("accepted drafts", "thousand training tokens"),
 )

@@ -35,7 +35,7 @@ from driftlab.papers.pages import Page, Paper, find_paper
 from driftlab.results.explanations import Explained, ExplainedFolder
 from driftlab.results.figures import save_figures
 from driftlab.results.records import SMALL, RunDirectory
-from driftlab.results.schema import ATTENTION, KEYS
+from driftlab.results.schema import ATTENTION, KEYS, OPTIONAL
 from driftlab.results.shards import atomic_file
 from driftlab.results.slices import text_kinds
 
@@ -85,7 +85,8 @@ def publish(run: str | Path, item: str | Path) -> Path:
                 got=old.get("name"),
                 remedy="Choose another folder, or remove that item first.",
             )
-    cells = source.tables().cells  # all can be read, before anything is replaced
+    whole = source.tables()  # all can be read, before anything is replaced
+    cells = whole.cells
     if unfinished := list(cells["cell"][cells["status"] != "done"]):
         raise RunError(
             f"{run} has cells that are not done",
@@ -98,7 +99,8 @@ def publish(run: str | Path, item: str | Path) -> Path:
     if paged:
         reduce(source, tables)
         return tables
-    for name in (*(f"{table}.parquet" for table in SMALL), "manifest.json"):
+    copied = (*SMALL, *sorted(whole.extra))
+    for name in (*(f"{table}.parquet" for table in copied), "manifest.json"):
         with atomic_file(tables / name) as file, (source.path / name).open("rb") as made:
             shutil.copyfileobj(made, file)
     save_figures(RunDirectory.open(tables), Path(item) / "figures")
@@ -174,7 +176,8 @@ def page_figure(page: Page) -> dict[str, bytes]:
     if not panels or not frames:
         return {}
     frame: pd.DataFrame = pd.concat(frames, ignore_index=True)
-    figure = draw_panels(frame, panels, page.bases)
+    sizes = {base: f"{page.bases[base]}, {m.size}" for base, m in page.measured.items()}
+    figure = draw_panels(frame, panels, sizes)
     png, small, pdf = io.BytesIO(), io.BytesIO(), io.BytesIO()
     figure.savefig(png, format="png", dpi=220, metadata={"Software": None})
     with Image.open(png) as image:
@@ -333,18 +336,19 @@ def _note(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def changed_tables(run: RunDirectory) -> list[str]:
-    """Tables of ``run`` that are not those that its manifests know by their hash."""
+    """Tables of ``run`` that are not, or no longer, those that its manifests know by hash."""
     noted = run.manifest.get("tables")
     known = dict(noted) if isinstance(noted, dict) else {}
     explained = ExplainedFolder(run.path)  # it has a manifest of its own
     if (explained.path / "manifest.json").exists():
         known["explained"] = explained.manifest.get("table")
     hashes = {name: e.get("sha256") if isinstance(e, dict) else None for name, e in known.items()}
+    gone = [n for n in OPTIONAL if hashes.get(n) and not (run.path / f"{n}.parquet").exists()]
     return [
         path.name
         for path in sorted(run.path.glob("*.parquet"))
         if sha256(path.read_bytes()).hexdigest() != hashes.get(path.stem)
-    ]
+    ] + [f"{name}.parquet (missing)" for name in gone]
 
 
 def stale(run: RunDirectory, folder: Path) -> list[str]:

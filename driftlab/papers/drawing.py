@@ -28,8 +28,8 @@ _LOOKS: dict[str, tuple[str, str, Any]] = {
     "both": ("#D55E00", "D", ""),
     "concat alone": ("#CC79A7", "v", (4, 1, 1, 1, 1, 1)),
     "concat and post_norm": ("#009E73", "P", (7, 1.5)),
-    "effect of post_norm": ("#0072B2", "^", ""),
-    "effect of fc_norm": ("#E69F00", "s", (7, 1.5)),
+    "effect of post_norm": ("#882255", "<", ""),
+    "effect of fc_norm": ("#8B6D00", ">", (7, 1.5)),
     "interaction": ("#56B4E9", "X", (1, 1)),
 }
 _SAME = {

@@ -34,6 +34,7 @@ from driftlab.papers.numbers import (
     relative,
     together,
 )
+from driftlab.results.answers import registered_answers
 from driftlab.results.explanations import Explained
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group
@@ -77,26 +78,38 @@ _T2 = {"log_rms_state_pre": "RMS", "entropy": "entropy", "sink": "sink", "recent
 
 
 def architectures(runs: Mapping[str, Numbers]) -> Found | None:
-    run = runs.get("gated") or runs["norms"]
-    named = {
-        "pre-norm": run.group(NEITHER),
-        "gated attention": run.group(NEITHER, gate=True),
-        "post-norm": run.group(BOTH) or run.group(POST),
-        "gated + post-norm": run.group(BOTH, gate=True) or run.group(POST, gate=True),
-    }
-    pre, gated, post = (named[n] for n in ("pre-norm", "gated attention", "post-norm"))
-    both = named["gated + post-norm"]
+    run = runs["norms"]
+    pre, post = run.group(NEITHER), run.group(BOTH)
     if pre is None or post is None:
         return None
+    named = [(run, {"pre-norm": pre, "post-norm": post})]
     deep, free = run.deep, run.free
+    gate_contrasts: dict[str, Estimate | None] = {}
+    if gates := runs.get("gated"):
+        # A gate is compared with the drafters that were trained beside it.
+        plain, gated, both = (
+            gates.group(v, gate=g) for v, g in ((NEITHER, False), (NEITHER, True), (POST, True))
+        )
+        there = {"gated attention": gated, "gated + post-norm": both}
+        named.append((gates, {n: g for n, g in there.items() if g is not None}))
+        if plain and gated:
+            sinks = (gates.free.mean(g, "sink", 1) for g in (gated, plain))
+            moved = (
+                gates.free.change(g, "log_rms_state_pre", 1, gates.deep) for g in (gated, plain)
+            )
+            gate_contrasts |= {
+                "gate_grows": gates.less(*moved, ratio=True),
+                "gate_no_sink": gates.less(*sinks),
+            }
+        gate_contrasts["gate_post_flat"] = gates.growth(both, 1, gates.deep) if both else None
     rows = {
         f"{name}: {g.label}": {
-            f"{short} @{d}": run.level(g, column, d)
+            f"{short} @{d}": of.level(g, column, d)
             for column, short in _T2.items()
             for d in (1, deep)
         }
-        for name, g in named.items()
-        if g is not None
+        for of, lines in named
+        for name, g in lines.items()
     }
 
     def at(g: Group, column: str, d: int = 1) -> Sample:
@@ -113,9 +126,7 @@ def architectures(runs: Mapping[str, Numbers]) -> Found | None:
         post_low_sink=run.less(at(post, "sink"), at(pre, "sink")),
         post_flat_sink=run.change(post, "sink", 1, deep),
         post_recent=run.less(at(post, "recent"), at(pre, "recent")),
-        gate_grows=run.less(moves(gated), moves(pre), ratio=True) if gated else None,
-        gate_no_sink=run.less(at(gated, "sink"), at(pre, "sink")) if gated else None,
-        gate_post_flat=run.growth(both, 1, deep) if both else None,
+        **gate_contrasts,
     )
     panels = {
         "RMS of the state": "log_rms_state_pre",
@@ -123,8 +134,8 @@ def architectures(runs: Mapping[str, Numbers]) -> Found | None:
         "attention on the sink": "sink",
         "attention on recent keys": "recent",
     }
-    lines = {name: g for name, g in named.items() if g is not None}
-    return rows, contrasts, together(run.means(p, c, lines) for p, c in panels.items())
+    drawn = (of.means(p, c, lines) for p, c in panels.items() for of, lines in named)
+    return rows, contrasts, together(drawn)
 
 
 # --- the flagship: the two switches apart -------------------------------------------------------
@@ -594,5 +605,5 @@ def measure(
         first.basis,
         first.size,
         told is not None or first.has_sink,
-        tuple(told.answers()) if told else (),
+        tuple(told.answers() if told else registered_answers(first.tables)),
     )

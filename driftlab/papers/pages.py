@@ -30,7 +30,7 @@ from driftlab.results.explanations import Explained
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.stats import Estimate, count, holm
 
-Mark = Literal["2x", "1x", "inferred", "none"]
+Mark = Literal["two sources", "one source", "inferred", "none"]
 Verdict = Literal["agrees", "does not agree", "not settled", "up", "down", "not asked", "not run"]
 
 
@@ -348,8 +348,10 @@ class Paper:
     def short(self, page: Page) -> str:
         """One sentence a base: how many of the page's statements agree."""
         if not page.text.claims:
-            told = {True: "Measured", False: "Not run"}[bool(page.measured)]
-            return f"{told}; the paper has no numbers to compare with."
+            first = {b: next(iter(m.answers), None) for b, m in page.measured.items()}
+            said = [f"{self.text.bases[b]}. {a.sentence}" for b, a in first.items() if a]
+            nothing = "The paper has no numbers to compare with." if page.measured else "Not run."
+            return " ".join(said) or nothing
         out = []
         for base, label in self.text.bases.items():
             tally = _tally(page, base)
@@ -412,16 +414,17 @@ class Paper:
         return "\n\n".join(out)
 
     def _said(self, page: Page) -> str:
-        """The sentences of the runs' own reports, by question."""
+        """The sentences of the runs' own reports: the registered comparisons, or by question."""
         out = []
         for base, found in page.measured.items():
             said: dict[str, list[str]] = {}
             for answer in found.answers:
-                said.setdefault(answer.question, []).append(f"- {answer.sentence}")
+                asked = "" if answer.role in ("primary", "family") else f"*{answer.question}*"
+                said.setdefault(asked, []).append(f"- {answer.sentence}")
             if said:
                 out.append(f"### In sentences: {self.text.bases[base]}")
             for question, sentences in said.items():
-                out += [f"*{question}*", "\n".join(sentences)]
+                out += [question, "\n".join(sentences)]
         return "\n\n".join(out)
 
     def _figure(self, page: Page) -> str:
@@ -454,10 +457,11 @@ class Paper:
             for base in self.text.bases:
                 name = f"{experiment}-{base}"
                 made = name in self.runs
-                command = (self.runs[name].manifest.get("command") if made else None) or (
-                    f"make reproduce ONLY={name}"
-                )
-                out.append(f"- {name}: `{command}`" + ("" if made else " (**not run**)"))
+                manifest = self.runs[name].manifest if made else {}
+                parts = [m["command"] for m in manifest.get("merged") or ()]
+                last = manifest.get("command") or f"make reproduce ONLY={name}"
+                commands = ", then ".join(f"`{c}`" for c in (*parts, last))
+                out.append(f"- {name}: {commands}" + ("" if made else " (**not run**)"))
         out.append("- numbers and figures of this page: `driftlab figures papers/attention-drift`")
         return "\n".join(out)
 
@@ -546,8 +550,8 @@ def _tally(page: Page, base: str) -> str:
     if set(verdicts) == {"not run"}:
         return "not run"
     counts = {words: sum(v in of for v in verdicts) for words, of in _TALLIED.items()}
-    said = ", ".join(f"{n} {words}" for words, n in counts.items() if n)
-    return f"of {len(verdicts)} statements {said}"
+    said = ", ".join(f"{words} {n}" for words, n in counts.items() if n)
+    return f"of {len(verdicts)} statements: {said}"
 
 
 def find_paper(path: str | Path) -> Path | None:
