@@ -321,3 +321,22 @@ def test_what_is_published_keeps_the_conditions_own_texts(
     assert committed.changed_tables(kept) == []
     (item / "tables" / "texts.parquet").unlink()
     assert committed.changed_tables(kept) == ["texts.parquet (missing)"]
+
+
+def test_the_levels_of_a_comparison_are_over_the_prompts_of_its_effect() -> None:
+    """Else a prompt that loops on one side moves that side's level and not the difference."""
+    tables = RunDirectory.open(applied()).tables()
+    texts = tables.extra["texts"].copy()
+    prompt = str(texts["prompt"].iloc[0])
+    texts["loops"] = (texts["condition"] == "bare") & (texts["prompt"] == prompt)
+    contrast = {"measure": "accepted drafts", "factor": "condition", "levels": ["", "bare"]}
+    config = tables.manifest["config"] | {"analysis": {"primary": contrast, "family": []}}
+    looping = replace(
+        tables,
+        extra={**tables.extra, "texts": texts},
+        manifest={**tables.manifest, "config": config},
+        cache={},
+    )
+    (one,) = registered(looping)
+    assert one.before.n == one.after.n == one.effect.n == 2
+    assert one.effect.value == pytest.approx(one.after.value - one.before.value)

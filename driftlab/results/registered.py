@@ -91,12 +91,13 @@ def _compare(
         why = "the depth was not measured" if pairs else "the levels were not measured side by side"
         missing = not_available(why)
         return missing, missing, missing, piece.basis
-    share, draws = 1 / len(pairs), piece.resamples
+    draws = piece.resamples
     before, after = ([sample(pair[i]) for pair in pairs] for i in (0, 1))
-    weights = [share] * len(pairs)
+    weights, nothing = [1 / len(pairs)] * len(pairs), [0.0] * len(pairs)
 
-    def level(samples: list[Sample]) -> Estimate:
-        return estimate(samples, weights, ratio=ratio, unit=unit, resamples=draws)
+    def level(*contrast: float) -> Estimate:
+        """A side's own level, over the prompts that count in the effect: both sides have them."""
+        return estimate([*after, *before], contrast, ratio=ratio, unit=unit, resamples=draws)
 
     effect = estimate(
         [*after, *before],
@@ -106,7 +107,7 @@ def _compare(
         resamples=draws,
         over_prompts=True,
     )
-    return level(before), level(after), effect, piece.basis
+    return level(*nothing, *weights), level(*weights, *nothing), effect, piece.basis
 
 
 def _pairs(piece: Slice, contrast: Contrast) -> list[tuple[Group, Group]]:
