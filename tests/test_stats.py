@@ -23,6 +23,7 @@ from driftlab.results.stats import (
     holm,
     not_available,
     power_note,
+    ratio,
 )
 
 RNG = np.random.default_rng
@@ -195,10 +196,13 @@ def test_constant_data_has_a_point_interval_and_no_warning(n_seeds: int) -> None
     change = estimate([shifted, constant], [1, -1], over_prompts=True)
     assert (change.low, change.high) == pytest.approx((0.5, 0.5))
     assert change.differs
-    assert change.p < 0.001
+    assert change.p == 2**-7, "eight prompts, all on one side"
     none = estimate([constant, constant], [1, -1], over_prompts=True)
     assert (none.value, none.low, none.high, none.p) == (0, 0, 0, 1)
     assert not none.differs
+    for flat in (change, none):
+        assert math.isnan(flat.smallest)
+        assert power_note(flat) == "the smallest effect that could be seen is unknown"
 
 
 def test_almost_constant_data_warns_nowhere() -> None:
@@ -277,6 +281,88 @@ def test_p_values_are_small_only_when_there_is_something() -> None:
     assert small <= 9  # 3 expected
 
 
+@pytest.mark.parametrize("n", range(2, 9))
+def test_no_p_is_below_that_of_the_signs(n: int) -> None:
+    """All n differences on one side: scipy's sign test is the least p there is."""
+    a = RNG(n).normal(0, 1, (1, n))
+    b = a + RNG(n + 1).uniform(1, 2, (1, n))
+    signs = scipy_stats.binomtest(n, n).pvalue
+    assert estimate([Sample(b), Sample(a)], [1, -1], resamples=20).p == pytest.approx(signs)
+    assert estimate([Sample(a + 1), Sample(a)], [1, -1], resamples=20).p == pytest.approx(signs)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_one_prompt_has_no_test(seeds: int) -> None:
+    a, b = RNG(3).normal(0, 1, (2, seeds, 1))
+    for one, other in ((a, b), (a, a + 1), (a, a)):
+        result = estimate([Sample(other), Sample(one)], [1, -1], resamples=20)
+        assert math.isnan(result.p) and math.isnan(result.smallest)
+        assert power_note(result) == "one prompt: no test"
+
+
+def test_the_side_that_rests_on_one_prompt_has_no_test() -> None:
+    """Twelve prompts had opportunities before, one of them after."""
+    rng = RNG(5)
+    chances = np.zeros((1, 12))
+    chances[0, 3] = 4
+    before = Sample(rng.uniform(0, 1, (1, 12)), np.full((1, 12), 5.0))
+    after = Sample(np.where(chances > 0, 0.9, 0.0), chances)
+    result = estimate([after, before], [1, -1], resamples=200)
+    assert result.value == pytest.approx(0.9 - before.values.mean())
+    assert math.isnan(result.p)
+    assert math.isnan(result.low), "a third of the draws has no such prompt"
+    assert "of the draws left out" in result.note
+
+
+# --- ratios of means --------------------------------------------------------------------------
+
+
+def test_a_ratio_of_means_is_scipys_interval() -> None:
+    rng = RNG(13)
+    part, whole = rng.uniform(0.1, 2, 15), rng.uniform(1, 3, 15)
+    ours = estimate(ratio(Sample(part[None]), Sample(whole[None])), resamples=499, seed=4)
+
+    def of_means(x: Any, y: Any, axis: int) -> Any:
+        return x.mean(axis=axis) / y.mean(axis=axis)
+
+    theirs = scipy_stats.bootstrap(
+        (part, whole), of_means, paired=True, n_resamples=499, method="BCa", rng=RNG(4)
+    ).confidence_interval
+    assert ours.value == pytest.approx(part.mean() / whole.mean())
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-9)
+
+
+@pytest.mark.parametrize("part", [[0.1, 0.2, 0.1], [0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_nothing_has_no_share(part: list[float], seeds: int) -> None:
+    nothing, some = Sample(np.zeros((seeds, 3))), Sample(np.array([part] * seeds))
+    result = estimate(ratio(some, nothing))
+    assert result.short == "n/a"
+    assert result.note == "n/a: nothing to divide by"
+    beside = ratio(some, Sample(np.ones((seeds, 3))))
+    assert math.isnan(estimate([beside, ratio(some, nothing)], [1, -1]).value)
+
+
+@pytest.mark.parametrize("part", [[0.1, 0.2, 0.1], [0.1, 0.1, 0.1]])
+def test_a_whole_of_nothing_counts_with_its_part(part: list[float]) -> None:
+    result = estimate(ratio(Sample(np.array([part])), Sample(np.array([[0.0, 0.2, 0.2]]))))
+    assert result.value == pytest.approx(sum(part) / 0.4)
+    assert result.n == 3
+    # One draw in 27 holds the first prompt alone, and no length to divide by.
+    assert min(part) / 0.2 <= result.low <= result.value <= result.high <= 3 * max(part) / 0.2
+    assert "of the draws left out, with nothing to divide by" in result.note
+
+
+def test_a_seed_without_a_length_of_its_own() -> None:
+    own = np.array([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 1.0, 2.0], [2.0, 1.0, 2.0, 1.0]])
+    result = estimate(ratio(Sample(np.full((3, 4), 0.5)), Sample(own)))
+    assert result.value == pytest.approx(6 / 12)
+    assert result.seeds == 3
+    assert math.isnan(result.by_seed[0])
+    assert result.by_seed[1:] == pytest.approx((2 / 6, 2 / 6))
+    assert result.high < 5
+
+
 @pytest.mark.parametrize("effect", [0.08, -0.15])
 def test_a_p_value_has_two_tails(effect: float) -> None:
     a, b = RNG(12).normal(0, 1, (2, 1, 150))
@@ -332,8 +418,14 @@ def test_power_is_put_in_words() -> None:
         power_note(effect)
         == "24 prompts x 3 seeds would see an effect of 0.200 in four of five runs"
     )
-    assert "x1.20" in power_note(Estimate(1, 1, 1, 1, "x", smallest=1.2))
-    assert "unknown" in power_note(Estimate(1, 1, 1, 1))
+    assert "x1.20" in power_note(Estimate(1, 1, 1, 9, "x", smallest=1.2))
+    assert "unknown" in power_note(Estimate(1, 1, 1, 9))
+    assert "of 4e-05 in" in power_note(Estimate(1, 1, 1, 9, smallest=4e-5))
+    assert "of x1.0001 in" in power_note(Estimate(1, 1, 1, 9, "x", smallest=1.0001))
+    assert power_note(Estimate(1, 1, 1, 1)) == "one prompt: no test"
+    assert power_note(Estimate(1, 1, 1, 5, smallest=0.1)) == (
+        "5 prompts cannot give a p below 0.062"
+    )
 
 
 # --- families ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -96,7 +97,8 @@ def sensitivity(limits: Limits, candidates: Sequence[Candidate]) -> str:
     field: Literal["margin", "accepted"]
     for field in ("margin", "accepted"):
         each = (getattr(c, field).smallest * m for c, m in zip(open_, more, strict=True))
-        seen[field] = max(each, default=0.0)
+        # NaN: a reading that changes no draw has no smallest effect.
+        seen[field] = max((e for e in each if not math.isnan(e)), default=0.0)
     return (
         f"this text shows a reading that saves {seen['margin']:.3f} nats or accepts "
         f"{seen['accepted']:.3f} more drafts ({seen['accepted'] / limits.length:.1%} of the "

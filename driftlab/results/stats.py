@@ -46,9 +46,11 @@ class Estimate:
     over_prompts: tuple[float, float] = (math.nan, math.nan)
     """Interval with the seeds held fixed: spread over prompts only."""
     p: float = math.nan
-    """Two-sided bootstrap p value of "no difference"; NaN where there is no such question."""
+    """Two-sided bootstrap p value of "no difference", never below :func:`p_floor` of ``n``; NaN
+    where there is no such question, or one prompt."""
     smallest: float = math.nan
-    """Smallest true effect that this sample detects in four of five runs (5% level, two-sided)."""
+    """Smallest true effect that this sample detects in four of five runs (5% level, two-sided);
+    NaN where draws do not vary, which says nothing of what could be seen."""
 
     @property
     def null(self) -> float:
@@ -108,11 +110,14 @@ class Sample:
     """One measure of one group of cells: a value for every (seed, prompt).
 
     ``values`` [seeds, prompts], NaN where nothing was measured. ``weights`` of the same shape
-    turn the mean over prompts into a mean pooled over anchors or opportunities.
+    turn the mean over prompts into a mean pooled over anchors or opportunities. ``parts`` are
+    values times weights, for a ratio whose weight may be 0 where its part is not; then they say
+    what was measured, and a value is NaN where its weight is 0.
     """
 
     values: np.ndarray
     weights: np.ndarray | None = None
+    parts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.values.ndim != 2:
@@ -123,19 +128,22 @@ class Sample:
                 got=self.weights.shape,
             )
 
-
-_NOTHING = 1e-9  # stands for a length of 0, so that a ratio of means keeps its numerator
+    @property
+    def there(self) -> np.ndarray:
+        """Where something was measured."""
+        return np.isfinite(self.values if self.parts is None else self.parts)
 
 
 def ratio(part: Sample, whole: Sample) -> Sample:
-    """A sample whose mean is ``mean(part) / mean(whole)`` over the pairs that both have."""
+    """A sample whose mean is ``mean(part) / mean(whole)`` over the pairs that both have.
+
+    A whole of 0 counts with its part; where all wholes are 0 there is no ratio (n/a).
+    """
     there = np.isfinite(part.values) & np.isfinite(whole.values)
-    # A whole of nothing still has to count with its part, hence a weight that is nearly 0.
-    weights = np.where(there, np.maximum(whole.values, _NOTHING), 0.0)
-    with np.errstate(invalid="ignore"):
-        return Sample(
-            np.where(there, part.values / np.maximum(whole.values, _NOTHING), np.nan), weights
-        )
+    parts, wholes = np.where(there, part.values, np.nan), np.where(there, whole.values, 0.0)
+    values = np.full_like(parts, np.nan)
+    np.divide(parts, wholes, out=values, where=wholes > 0)
+    return Sample(values, wholes, parts)
 
 
 def estimate(
@@ -153,6 +161,10 @@ def estimate(
 
     Only (seed, prompt) pairs present in every sample count, so that differences are paired.
     A contrast that sums to 0 is a difference and gets a p value and the smallest effect.
+    p is twice the smaller share of draws on one side of 0, ``2 (tail + 1) / (draws + 1)``, and at
+    least :func:`p_floor` of the prompts that weigh in every sample; NaN when fewer than two do.
+    n/a when all weights of a sample are 0. Draws of such weights are left out: the note says how
+    many, and there is no interval when that is more than 5% of them.
     ``over_prompts`` asks for the interval with the seeds held fixed as well.
     """
     samples = [samples] if isinstance(samples, Sample) else list(samples)
@@ -160,51 +172,62 @@ def estimate(
     if len(coefficients) != len(samples):
         raise DataError(f"{len(samples)} samples need as many coefficients", got=len(coefficients))
     unit = "x" if ratio else unit
-    weighted, weights = _paired(samples)
-    used = (weights.sum(axis=0) > 0).any(axis=0) if len(weights) else np.zeros(0, bool)
-    weighted, weights = weighted[:, :, used], weights[:, :, used]
-    with_data = (weights.sum(axis=2) > 0).all(axis=0)
+    weighted, weights, present = _paired(samples)
+    used = present.any(axis=0)
+    weighted, weights, present = weighted[:, :, used], weights[:, :, used], present[:, used]
+    with_data = _seeds_with_data(samples, weights, present)
     weighted, weights = weighted[:, with_data], weights[:, with_data]
     n_seeds, n = weights.shape[1:]
     if not n or not n_seeds:
         return not_available("nothing to average", unit)
+    if not (weights.sum(axis=(1, 2)) > 0).all():
+        return not_available("nothing to divide by", unit)
 
     def combine(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.tensordot(coefficients, numerator / denominator, axes=1)
+            means = np.where(denominator > 0, numerator / denominator, np.nan)
+            return np.tensordot(coefficients, means, axes=1)
 
     value = float(combine(weighted.sum(axis=(1, 2)), weights.sum(axis=(1, 2))))
     by_seed = combine(weighted.sum(axis=2), weights.sum(axis=2))
     difference = abs(coefficients.sum()) < 1e-12 and len(samples) > 1
     # Rounding noise far below any digit shown would otherwise pass for a spread or an effect.
     noise = 1e-12 * max(1.0, float(np.abs(weighted).max()))
-    if difference and max(abs(value), float(np.abs(by_seed).max())) <= noise:
-        value, by_seed = 0.0, np.zeros_like(by_seed)
+    if difference and max(abs(value), float(np.abs(np.nan_to_num(by_seed)).max())) <= noise:
+        value, by_seed = 0.0, np.where(np.isfinite(by_seed), 0.0, np.nan)
     flat = _is_flat(samples, coefficients, value)
     prompt_low = prompt_high = math.nan
+    lost = 0.0  # share of draws with nothing to divide by
     if over_prompts or n_seeds == 1:
-        prompt_low, prompt_high = _over_prompts(
+        prompt_low, prompt_high, lost = _over_prompts(
             weighted.sum(axis=1), weights.sum(axis=1), coefficients, value, flat, resamples, seed
         )
     low, high = prompt_low, prompt_high
     if n_seeds > 1:
-        low = high = value
+        low, high, lost = value, value, 0.0
         if not flat:
-            low, high = _percentile(combine(*_draw_both(weighted, weights, resamples, seed)))
+            draws = combine(*_draw_both(weighted, weights, resamples, seed))
+            low, high, lost = _percentile(draws)
     p, smallest = math.nan, math.nan
-    if difference and flat:
-        p, smallest = (1.0 if value == 0 else 2 / (P_DRAWS + 1)), 0.0
-    elif difference and n > 1:
-        draws = _finite(combine(*_draw_both(weighted, weights, P_DRAWS, seed)))
-        if len(draws) > 1:
-            tail = min((draws <= 0).sum(), (draws >= 0).sum())
-            p = min(1.0, 2 * (int(tail) + 1) / (len(draws) + 1))
-            smallest = (1.959964 + 0.841621) * float(draws.std(ddof=1))
+    weighing = int((weights.sum(axis=1) > 0).sum(axis=1).min())
+    if difference and weighing > 1:
+        if flat:
+            p = 1.0 if value == 0 else 2 / (P_DRAWS + 1)
+        else:
+            draws = _finite(combine(*_draw_both(weighted, weights, P_DRAWS, seed)))
+            if len(draws) > 1:
+                tail = min((draws <= 0).sum(), (draws >= 0).sum())
+                p = min(1.0, 2 * (int(tail) + 1) / (len(draws) + 1))
+                spread = float(draws.std(ddof=1))
+                smallest = (1.959964 + 0.841621) * spread if spread > noise else math.nan
+        p = max(p, p_floor(weighing))
     notes = [note] if note else []
     drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
     notes.append(f"{count(n, n_seeds)}, drawn: {drawn_units}")
     if n == 1:
         notes.append("one prompt has no interval over prompts")
+    if lost:
+        notes.append(f"{lost:.1%} of the draws left out, with nothing to divide by")
     shape = math.exp if ratio else float
     return Estimate(
         value=shape(value),
@@ -243,7 +266,7 @@ def bands(
             drawn, drawn_weight = _draw_both(weighted[part], weight[part], resamples, seed)
             for k, row in enumerate(drawn / drawn_weight, start):
                 if (weight[k].sum(axis=0) > 0).sum() > 1:
-                    low[k], high[k] = _percentile(row)
+                    low[k], high[k], _ = _percentile(row)
     return value, low, high
 
 
@@ -253,30 +276,56 @@ def _weighted(values: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarra
     return np.where(there, values, 0.0) * weight, weight
 
 
-def _paired(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+def _paired(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values times weights, and weights, [K, seeds, prompts]; which pairs count [seeds, prompts]:
+    all samples have them, and one gives them weight or is a ratio."""
     shapes = {s.values.shape for s in samples}
     if len(shapes) != 1:
         raise DataError("samples of one comparison differ in shape", got=sorted(shapes))
-    there = np.logical_and.reduce([np.isfinite(s.values) for s in samples])
-    values = np.stack([np.where(there, s.values, np.nan) for s in samples])
-    weights = np.stack(
-        [np.ones_like(s.values) if s.weights is None else s.weights for s in samples]
-    )
-    return _weighted(values, weights)
+    there = np.logical_and.reduce([s.there for s in samples])
+    found = [
+        _weighted(np.where(there, s.values, np.nan), s.weights)
+        if s.parts is None or s.weights is None
+        else (np.where(there, s.parts, 0.0), np.where(there, s.weights, 0.0))
+        for s in samples
+    ]
+    weighted, weights = (np.stack(arrays) for arrays in zip(*found, strict=True))
+    counts = np.array([s.parts is not None for s in samples])
+    present = there & ((weights > 0).any(axis=0) | counts.any())
+    return weighted, weights, present
+
+
+def _seeds_with_data(
+    samples: Sequence[Sample], weights: np.ndarray, present: np.ndarray
+) -> np.ndarray:
+    """Seeds [seeds] in which every sample weighs something; a ratio need not."""
+    each = [
+        present.any(axis=1) if s.parts is not None else w.sum(axis=1) > 0
+        for s, w in zip(samples, weights, strict=True)
+    ]
+    return np.logical_and.reduce(each)
 
 
 def _is_flat(samples: Sequence[Sample], coefficients: np.ndarray, value: float) -> bool:
     """Every (seed, prompt) has the same contrast, so that any resample gives ``value``."""
+    if len(samples) > 1 and any(s.weights is not None for s in samples):
+        return all(_is_flat([s], np.ones(1), _mean(s)) for s in samples)
+    if len(samples) == 1 and samples[0].parts is not None and samples[0].weights is not None:
+        # A part of a whole of 0 moves the ratio of means, whatever the other ratios are.
+        off = samples[0].parts - _mean(samples[0]) * samples[0].weights
+        off = off[np.isfinite(off)]
+        return bool(off.size) and float(np.abs(off).max()) <= 1e-12 * max(1.0, abs(value))
     with np.errstate(invalid="ignore"):
         each = np.tensordot(coefficients, np.stack([s.values for s in samples]), axes=1)
-        weightless = all(s.weights is None for s in samples)
-        if not weightless and len(samples) > 1:
-            return all(_is_flat([s], np.ones(1), _mean(s)) for s in samples)
     each = each[np.isfinite(each)]
     return bool(each.size) and float(np.ptp(each)) <= 1e-12 * max(1.0, abs(value))
 
 
 def _mean(sample: Sample) -> float:
+    if sample.parts is not None and sample.weights is not None:
+        there = np.isfinite(sample.parts)
+        whole = float(sample.weights[there].sum())
+        return float(sample.parts[there].sum()) / whole if whole > 0 else math.nan
     values = sample.values[np.isfinite(sample.values)]
     return float(values.mean()) if values.size else math.nan
 
@@ -285,12 +334,18 @@ def _finite(draws: np.ndarray) -> np.ndarray:
     return draws[np.isfinite(draws)]  # a draw of prompts without any opportunity has no mean
 
 
-def _percentile(draws: np.ndarray) -> tuple[float, float]:
-    draws = _finite(draws)
-    if not len(draws):
-        return math.nan, math.nan
-    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+MOST_LOST = 0.05
+"""There is no interval when a larger share of the draws has nothing to divide by."""
+
+
+def _percentile(draws: np.ndarray) -> tuple[float, float, float]:
+    """Interval of the draws that have a value, and the share of those that have none."""
+    kept = _finite(draws)
+    lost = 1 - len(kept) / max(1, len(draws))
+    if not len(kept) or lost > MOST_LOST:
+        return math.nan, math.nan, lost
+    low, high = np.quantile(kept, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high), lost
 
 
 def _over_prompts(
@@ -301,19 +356,22 @@ def _over_prompts(
     flat: bool,
     resamples: int,
     seed: int,
-) -> tuple[float, float]:
-    """Interval of the contrast when prompts alone are drawn; inputs [K, prompts]."""
+) -> tuple[float, float, float]:
+    """Interval of the contrast when prompts alone are drawn, and the share of draws without a
+    value; inputs [K, prompts]."""
     k, n = weighted.shape
     if n < 2:
-        return math.nan, math.nan
+        return math.nan, math.nan, 0.0
     if flat:
-        return value, value
+        return value, value, 0.0
 
     from scipy.stats import DegenerateDataWarning, bootstrap
 
     def statistic(*columns: np.ndarray, axis: int) -> np.ndarray:
-        means = [columns[i].sum(axis=axis) / columns[k + i].sum(axis=axis) for i in range(k)]
-        return np.tensordot(coefficients, np.stack(means), axes=1)
+        wholes = np.stack([columns[k + i].sum(axis=axis) for i in range(k)])
+        sums = np.stack([columns[i].sum(axis=axis) for i in range(k)])
+        means = np.where(wholes > 0, sums / wholes, np.nan)
+        return np.tensordot(coefficients, means, axes=1)
 
     def run(method: str) -> tuple[float, float, np.ndarray]:
         # One resample may hold a constant; that warning is about the resample, not the data.
@@ -334,9 +392,10 @@ def _over_prompts(
         return float(interval.low), float(interval.high), result.bootstrap_distribution
 
     low, high, draws = run("BCa")
-    if math.isnan(low) or math.isnan(high):  # BCa divides by the spread of the jackknife
-        low, high = _percentile(draws)
-    return low, high
+    plain_low, plain_high, lost = _percentile(draws)
+    if lost or math.isnan(low) or math.isnan(high):  # BCa divides by the spread of the jackknife
+        low, high = plain_low, plain_high
+    return low, high, lost
 
 
 @lru_cache(maxsize=8)
@@ -460,11 +519,28 @@ def factorial(
     return Factorial(levels, feedback, feedback_levels, fusion, fusion_levels, interaction)
 
 
+def p_floor(prompts: int) -> float:
+    """The least two-sided p that so many prompts can give: 2^(1-n), NaN for fewer than two.
+
+    Without an effect the sign of each of n paired differences is a coin's, so that all of them
+    fall on one side with that probability. Six prompts are the fewest that can give p < 0.05.
+    """
+    return 2.0 ** (1 - prompts) if prompts > 1 else math.nan
+
+
 def power_note(effect: Estimate) -> str:
     """What this sample could have seen, in words."""
+    if effect.n < 2:
+        return "one prompt: no test"
+    if p_floor(effect.n) >= 1 - LEVEL:
+        return f"{effect.n} prompts cannot give a p below {p_floor(effect.n):.2g}"
     if math.isnan(effect.smallest):
         return "the smallest effect that could be seen is unknown"
-    size = f"x{effect.smallest:.2f}" if effect.unit == "x" else f"{effect.smallest:.3f}"
+    ratio = effect.unit == "x"
+    size = f"{effect.smallest:.2f}" if ratio else f"{effect.smallest:.3f}"
+    if float(size) == (1 if ratio else 0):
+        size = f"{effect.smallest:.6g}" if ratio else f"{effect.smallest:.1g}"
+    size = f"x{size}" if ratio else size
     return f"{count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
 
 
