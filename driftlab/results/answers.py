@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from driftlab.results.hints import all_loop
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.registered import changed_since, registered
@@ -22,6 +23,7 @@ from driftlab.results.stats import (
     factorial,
     holm,
     not_available,
+    p_floor,
     power_note,
 )
 
@@ -225,9 +227,12 @@ def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
     shown = not math.isnan(p) and p < ALPHA and c.effect.differs
     kind = "ratio" if c.effect.unit == "x" else "difference"
     doubt, weak = "no evidence", f"{kind} {c.effect.short}; {power_note(c.effect)}."
-    if c.effect.differs and not shown:
+    if math.isnan(p) or p_floor(c.effect.n) >= ALPHA:
+        doubt = "too few prompts to say"
+    elif c.effect.differs and not shown:
         doubt = "only weak evidence"
-        weak = f"{kind} {c.effect.short}, lost when {family} comparisons are corrected for."
+        if c.effect.p < ALPHA:
+            weak = f"{kind} {c.effect.short}, lost when {family} comparisons are corrected for."
     notes = [c.effect.signs] if c.effect.seeds > 1 else ["one seed: training noise not counted"]
     if c.before and c.after and c.before.low <= c.after.high and c.after.low <= c.before.high:
         notes.insert(0, f"paired {kind} {c.effect.short}")  # what the two intervals do not show
@@ -268,7 +273,7 @@ def _stratum_prefix(tables_strata: int, stratum: Stratum) -> str:
 def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[Answer]:
     """One sentence per question that the run can answer, the most important first.
 
-    First what the experiment file registered. Then, with fusion norm or feedback as trained
+    First, where every text loops, that they do. Then what the experiment file registered. Then, with fusion norm or feedback as trained
     factors: their main effects and interaction on growth, accuracy, acceptance, attention and
     shares, Holm-corrected as one family. Without: what each drafter does as it drafts deeper.
     With applied conditions: what each leaves of a drafter's own length instead. ``kind`` is the
@@ -279,7 +284,16 @@ def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[An
     rest = _applied(tables, kind) or _explored(tables, kind)
     if first:
         rest = [replace(one, sentence=f"Exploratory: {one.sentence}") for one in rest]
-    return first + rest
+    return _loops(tables, kind) + first + rest
+
+
+def _loops(tables: Tables, kind: TextKind | None) -> list[Answer]:
+    """That every text loops, so that all numbers below are of looping text; else empty."""
+    piece = take(tables, preferred(tables, "free", "forced"), kind)
+    if not piece.all_loop:
+        return []
+    said = f"{all_loop(piece.kind, len(piece.prompts))}."
+    return [Answer("Is the text fit to measure on?", said, {}, piece.basis)]
 
 
 def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Answer]:
@@ -295,7 +309,9 @@ def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Ans
         else:
             kind_of = "ratio" if one.effect.unit == "x" else "difference"
             known = not math.isnan(one.p) and one.p < ALPHA and one.effect.differs
-            verdict = "goes" if known else "shows no evidence of a change: it goes"
+            few = math.isnan(one.p) or p_floor(one.effect.n) >= ALPHA
+            doubt = "is of too few prompts to test" if few else "shows no evidence of a change"
+            verdict = "goes" if known else f"{doubt}: it goes"
             p = (
                 ""
                 if math.isnan(one.p)
@@ -326,7 +342,10 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         shares = {
             g.label: estimate(own_share(piece, g), resamples=piece.resamples) for g in members
         }
-        said = "; ".join(f"{g.variant} {shares[g.label].short}" for g in members)
+        left = {g.variant: shares[g.label] for g in members}
+        said = "; ".join(
+            f"{name} {e.note if math.isnan(e.value) else e.short}" for name, e in left.items()
+        )
         sentence = f"{condition}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
         out.append(Answer(question, sentence, shares, piece.basis))
@@ -433,10 +452,11 @@ def _no_sink(tables: Tables, kind: TextKind | None) -> Answer | None:
 
 
 def _sink_keys(tables: Tables) -> int:
+    """Keys that count as sink; 1 for ``auto``, where one key that counts is above the rule."""
     config = tables.manifest.get("config")
     measure = config.get("measure") if isinstance(config, Mapping) else None
     sink = measure.get("sink") if isinstance(measure, Mapping) else None
-    return len(sink) if isinstance(sink, list | tuple) and sink else 1
+    return max(1, len({*sink})) if isinstance(sink, list | tuple) else 1
 
 
 ACCURACY_DEPTHS = (1, 4, 8, 16)
