@@ -130,15 +130,18 @@ _PLACE = re.compile(r"(<!-- bench: (\S+) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def markdown(path: Path) -> str:
-    """A stored benchmark as a page shows it: the machine, then a table of all rows."""
+    """A stored benchmark as a page shows it: the machine, then a table of all rows.
+
+    A share of the roofline above 1 is left out: the peak was that of an emulated type, and no roof.
+    """
     stages = _stages(path)
-    lines = [*dict.fromkeys(_machine(stage["machine"]) for stage in stages.values()), ""]
+    lines = [*_machines([stage["machine"] for stage in stages.values()]), ""]
     lines += ["| stage | case | size | dtype | busy s | n | roof | MiB | ratio | to reach |"]
     lines += ["|" + "---|" * 10]
     for row in (Row(**row) for stage in stages.values() for row in stage["rows"]):
         cells = (
             *(row.stage, row.case, row.size, row.dtype, _short(row.busy), str(row.n or "")),
-            "" if row.share is None else f"{100 * row.share:.0f}%",
+            "" if row.share is None or row.share > 1 else f"{100 * row.share:.0f}%",
             "" if row.memory is None else f"{row.memory:.0f}",
             "" if row.ratio is None else f"{row.ratio:.3g} = {row.of}",
             row.goal,
@@ -147,13 +150,31 @@ def markdown(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _machine(facts: Mapping[str, Any]) -> str:
-    speeds = ", ".join(f"{name} {peak}" for name, peak in facts.get("gemm_gflops", {}).items())
-    return (
-        f"{facts.get('device', facts.get('processor'))}, {facts.get('cores')} cores, "
-        f"{facts.get('memory_gib')} GiB, {facts.get('date')}, torch {facts.get('torch')}. "
-        f"GEMM in GFLOP/s: {speeds}; copy {facts.get('copy_gbs')} GB/s."
-    )
+def _machines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line a machine; what it was measured to do before each stage, as a range."""
+    same: dict[str, list[Mapping[str, Any]]] = {}
+    for facts in found:
+        named = (
+            f"{facts.get('device', facts.get('processor'))}, {facts.get('cores')} cores, "
+            f"{facts.get('memory_gib')} GiB, {facts.get('date')}, torch {facts.get('torch')}"
+        )
+        same.setdefault(named, []).append(facts)
+
+    def span(values: Sequence[Any]) -> str:
+        low, high = min(values), max(values)
+        return f"{low}" if low == high else f"{low} to {high}"
+
+    lines = []
+    for named, all_of in same.items():
+        names = dict.fromkeys(name for facts in all_of for name in facts.get("gemm_gflops", {}))
+        peaks = (
+            f"{name} {span([f['gemm_gflops'][name] for f in all_of if name in f['gemm_gflops']])}"
+            for name in names
+        )
+        copies = [facts["copy_gbs"] for facts in all_of if facts.get("copy_gbs") is not None]
+        copy = span(copies) if copies else "not measured"
+        lines.append(f"{named}. GEMM in GFLOP/s: {', '.join(peaks)}; copy {copy} GB/s.")
+    return lines
 
 
 def summary(busy: Sequence[float], wall: Sequence[float]) -> dict[str, Any]:
