@@ -528,7 +528,7 @@ def _redo(
     ray: str | None,
 ) -> None:
     from driftlab.experiment import code_in_use
-    from driftlab.experiment.redo import experiment_of, verdict
+    from driftlab.experiment.redo import cells_of, experiment_of, refuse_same, verdict
     from driftlab.results.records import RunDirectory
 
     spec, stored, apart = experiment_of(
@@ -537,8 +537,10 @@ def _redo(
     for difference in apart:
         typer.echo(f"other code: {difference}")
     out = out or Path("runs") / f"{spec.name}-again"
+    refuse_same(manifest, out)
+    kept = cells_of(out)
     _run(spec, out, strict=strict, command=command, ray=ray)
-    typer.echo(f"against {manifest}: {verdict(stored, RunDirectory.open(out))}")
+    typer.echo(f"against {manifest}: {verdict(stored, RunDirectory.open(out), kept)}")
 
 
 def _finish(run: RunDirectory) -> None:

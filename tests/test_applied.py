@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,15 +17,16 @@ import pytest
 import small
 
 from driftlab.analysis.interventions import noise
-from driftlab.config import Experiment
+from driftlab.config import Analysis, Experiment
 from driftlab.engines import cell
 from driftlab.errors import ConfigError, RunError
-from driftlab.experiment import run_experiment
+from driftlab.experiment import plan, run_experiment
 from driftlab.papers import committed
+from driftlab.results.compare import compare, one_side
 from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
-from driftlab.results.registered import registered
+from driftlab.results.registered import changed_since, registered
 from driftlab.results.slices import take, without_conditions
 from driftlab.results.stats import estimate
 
@@ -40,6 +42,8 @@ CONDITIONS = """applied.conditions=[
 ANALYSIS = """analysis={primary = {measure = "accepted drafts", factor = "condition",
  levels = ["", "noisy"]}, family = [{measure = "forced accuracy", depth = 4,
  factor = "feedback", levels = ["pre_norm", "post_norm"]}]}""".replace("\n", "")
+TRAINED = """analysis={primary = {measure = "accepted drafts", factor = "feedback",
+ levels = ["pre_norm", "post_norm"]}}""".replace("\n", "")
 NAMES = ("noisy", "swapped", "bare", "long", "cool", "int4", "int4 own")
 
 
@@ -202,6 +206,21 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError,
             r"variants that are not measured .*none\+none",
         ),
+        *(
+            ((f'applied.conditions=[{{name="x", interventions=[{{{one}}}]}}]',), ConfigError, said)
+            for one, said in (
+                ('kind="drop_layer", layer=7', "x does not fit none.post_norm: .*3 captured states"),
+                ('kind="drop_layer", layer=true', "layer must be a whole number"),
+                ('kind="noise", alpha=1, seed=1.5', "seed must be a whole number"),
+                ('kind="noise", alpha=true', "alpha must be a finite number"),
+                ('kind="window", size=2.5', "size of a window must be a whole number"),
+                ('kind="swap_norm", feedback="post_norm"', "x does not fit none.post_norm"),
+                ('kind="knock_out_sink", positions=[500]', "changes nothing, a text of"),
+                ('kind="window", size=400', "changes nothing, no text is longer"),
+                ('kind="noise", alpha=0', "changes nothing, alpha is 0"),
+            )
+        ),
+        (("measure.sink=[0, 500]",), ConfigError, "sink position 500 is not in every text"),
     ],
 )
 def test_a_run_that_cannot_begin_says_why(
@@ -209,8 +228,28 @@ def test_a_run_that_cannot_begin_says_why(
 ) -> None:
     out = small.home() / "cannot"
     with pytest.raises(kind, match=said):
-        run_experiment(spec(*settings), out, quiet=True)
+        run_experiment(spec(*settings, TRAINED), out, quiet=True)
     assert not out.exists()
+
+
+def test_what_a_condition_does_not_fit_is_found_before_a_text_is_written(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    patch.setattr(plan, "write_corpus", lambda *_, **__: 1 / 0)
+    layer = 'applied.conditions=[{name="x", interventions=[{kind="drop_layer", layer=7}]}]'
+    for one in (small.spec(layer), spec(layer, TRAINED)):
+        with pytest.raises(ConfigError, match="3 captured states"):
+            run_experiment(one, small.home() / "cannot", quiet=True)
+
+
+def test_a_failed_condition_says_where_its_drafters_are(patch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ConfigError("no such change")
+
+    patch.setattr(cell, "_probe_rows", fails)
+    only = 'applied.conditions=[{name="pinned", interventions=[{kind="pin_norm"}]}]'
+    with pytest.raises(RunError, match=r"another --out; applied.drafters=.*failed trains none"):
+        run_experiment(small.spec(only), small.home() / "failed", quiet=True)
 
 
 def test_shares_are_ratios_of_means() -> None:
@@ -280,6 +319,91 @@ def test_unlike_runs_are_not_merged() -> None:
     with pytest.raises(RunError, match="two runs or more"):
         merge([done], small.home() / "never")
     assert not (small.home() / "never").exists()
+
+
+def copied(name: str, source: str, **changes: Any) -> Path:
+    """A run of ``source`` with another manifest."""
+    path = small.home() / name
+    shutil.copytree(small.home() / source, path)
+    stored = json.loads((path / "manifest.json").read_text())
+    stored["config"] |= changes.pop("config", {})
+    (path / "manifest.json").write_text(json.dumps({**stored, **changes}))
+    return path
+
+
+def test_runs_made_anew_are_not_merged_into_the_old_rows() -> None:
+    """Their settings are the same: the rows, or the models and texts, are not."""
+    other = small.home() / "anew"
+    run_experiment(small.spec("seeds=[1]"), other, quiet=True)
+    merged = small.home() / "merged-anew"
+    merge([small.home() / "done", other], merged)
+    before = small.contents(merged)
+    next(merged.rglob("*.shard")).unlink()
+    merge([small.home() / "done", other], merged)
+    assert small.contents(merged) == before, "a merge that was killed goes on"
+    target = {**RunDirectory.open(other).manifest["inputs"], "target": "f" * 64}
+    retargeted = [copied(f"target {i}", n, inputs=target) for i, n in enumerate(("done", "anew"))]
+    manifest = (merged / "manifest.json").read_bytes()
+    with pytest.raises(RunError, match=r"runs of other models or texts .got changed since: target"):
+        merge(retargeted, merged)
+    mended = copied("mended", "anew")
+    shard = next((mended / "shards").rglob("*.shard"))
+    shard.write_bytes((small.home() / "done" / "rows" / "prompts.shard").read_bytes())
+    with pytest.raises(RunError, match=r"other rows .got shards/.*now differs") as error:
+        merge([small.home() / "done", mended], merged)
+    assert error.value.remedy
+    shard.unlink()
+    with pytest.raises(RunError, match=r"other rows .got shards/.*none of the runs holds"):
+        merge([small.home() / "done", mended], merged)
+    assert (merged / "manifest.json").read_bytes() == manifest
+    assert small.contents(merged) == before
+
+
+def test_a_merged_run_says_what_its_parts_say() -> None:
+    run_experiment(small.spec("seeds=[1]"), other := small.home() / "said", quiet=True)
+    analysis = Analysis.model_validate(
+        {
+            "primary": {
+                "measure": "accepted drafts",
+                "factor": "feedback",
+                "levels": ["pre_norm", "post_norm"],
+            }
+        }
+    ).model_dump(mode="json")
+    fixed = {"config": {"analysis": analysis}, "warnings": ["once", "twice"]}
+    early = {"analysis": analysis, "rows": False}
+    a = copied("early", "done", **copy.deepcopy(fixed), registered=early)
+    late = copied("late", "said", **copy.deepcopy(fixed), registered={**early, "rows": True})
+    with pytest.raises(RunError, match=r"registered other comparisons .got accepted drafts by fee"):
+        merge([a, other], small.home() / "never")
+    merged = merge([a, late], small.home() / "two")
+    assert changed_since(merged.tables()) == "some rows were there when the comparisons were fixed"
+    assert merged.manifest["precision"] == RunDirectory.open(a).manifest["precision"]
+    assert merged.manifest["supervised"] == RunDirectory.open(a).manifest["supervised"]
+    assert merged.manifest["warnings"] == ["once", "twice"]
+    assert [m["registered"]["rows"] for m in merged.manifest["merged"]] == [False, True]
+    moved = {"analysis": {"primary": None}, "rows": False}
+    other_way = copied("moved", "said", **copy.deepcopy(fixed), registered=moved)
+    merged = merge([a, other_way], small.home() / "three")
+    assert "changed after the run began" in changed_since(merged.tables())
+
+
+def test_conditions_are_compared_on_the_texts_that_they_were_measured_on() -> None:
+    run = str(applied())
+    plain = f"{run}:{small.CELLS[0]}"
+    with pytest.raises(RunError, match=r"kind of text: sampled text .temperature 1. and sampled"):
+        compare(plain, f"{plain}/cool")
+    with pytest.raises(RunError, match="text of 3 of 3 prompts") as error:
+        compare(plain, f"{plain}/bare")
+    assert f"{plain} and {plain}/bare are not alike" in str(error.value)
+    noisy = compare(plain, f"{plain}/noisy")
+    assert noisy.basis.startswith("sampled text (temperature 1), 3 prompts x 1 seed")
+    assert noisy.sentences == ("3 prompts cannot give a p below 0.25.", *noisy.sentences[1:])
+    cool = compare(f"{plain}/cool", f"{run}:{small.CELLS[1]}/cool")
+    assert cool.basis.startswith("sampled text (temperature 0.5), 3 prompts x 1 seed")
+    side, kind, _ = one_side(f"{plain}/cool", None)
+    assert (side.group.condition, str(kind)) == ("cool", "sampled text (temperature 0.5)")
+    assert str(one_side(plain, None)[1]) == "sampled text (temperature 1)"
 
 
 def test_noise_is_the_same_object_either_way() -> None:

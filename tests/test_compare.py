@@ -73,10 +73,29 @@ def test_differences_are_paired_means(pre: RunDirectory, post: RunDirectory) -> 
     growth = row(found, "growth 1-8, state")
     assert growth.effect.unit == "x"
     assert growth.effect.value == pytest.approx(1.15**-7, rel=0.03)
-    assert growth.shown
+    family = sum(not np.isnan(r.effect.p) for r in found.rows)
+    assert growth.p == pytest.approx(family * 2**-7), "eight prompts, all on one side"
+    assert not growth.shown
     assert "growth 1-8, state goes from" in str(found)
     cell: Any = found.table().loc[("none+post_norm against none+pre_norm", "sink @8"), "b"]
     assert cell.n == 8
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (1, "one prompt: no test."),
+        (5, "5 prompts cannot give a p below 0.062."),
+        (12, "growth 1-8, state goes from "),
+    ],
+)
+def test_what_so_many_prompts_can_show(make: Make, prompts: int, said: str) -> None:
+    options: dict[str, Any] = {"prompts": prompt_names(prompts), "seeds": (0,), "modes": ("free",)}
+    found = compare(make(**options), make(variants=[POST], **options))
+    assert any(sentence.startswith(said) for sentence in found.sentences)
+    assert any(row.shown for row in found.rows) == (prompts > 5)
+    if prompts == 1:
+        assert {row.p for row in found.rows if not np.isnan(row.p)} == set()
 
 
 def test_conditional_acceptance_pools_opportunities(pre: RunDirectory, post: RunDirectory) -> None:

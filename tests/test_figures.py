@@ -30,7 +30,7 @@ from driftlab.results.figures import (
     save_figures,
 )
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.slices import TextKind, groups, modes, take, text_kinds
+from driftlab.results.slices import Group, TextKind, groups, modes, take, text_kinds
 from driftlab.results.stats import estimate
 
 NAMES = list(FIGURES)
@@ -76,6 +76,17 @@ def test_the_headline_text_is_sampled_and_kinds_are_never_mixed(tables: Tables) 
     assert "sampled text (temperature 1)" in piece.basis
     greedy = take(tables, "free", TextKind("greedy"))
     assert set(greedy.frame["text"]) == {"greedy"}
+
+
+def test_settings_of_training_are_read_from_a_variant_s_name() -> None:
+    def group(variant: str) -> Group:
+        return Group(variant, variant, "none", "pre_norm", "raw", False, 3, "trained", "")
+
+    assert group("none+pre_norm+lr1e+06x").lr_scale == 1e6
+    both = group("none+pre_norm+aligned1e-05+steps1e+02x+lr1e+06x")
+    assert (both.alignment, both.steps_scale, both.lr_scale) == (1e-5, 100, 1e6)
+    for name in ("mine", "lrx", "lrnone+pre_norm", "steps", "none+pre_norm"):
+        assert (group(name).steps_scale, group(name).lr_scale) == (1, 1), name
 
 
 def test_looping_texts_are_left_out_and_counted(tables: Tables) -> None:

@@ -176,7 +176,44 @@ def test_the_command_runs_again_and_refuses_other_code(
     assert code == 0
     assert "other code: torch 1.0 then" in out
     assert "5 of 5 tables equal the first run's byte for byte" in out
+    assert "2 of 2 cells were there and not made again" in out
     assert call("--suite", "micro")[0] == 2
+
+
+def test_a_run_is_not_made_again_into_itself(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_finish", lambda run: None)
+    out = folder / "mine"
+    shutil.copytree(small.home() / "done", out)
+    before = small.contents(out)
+    for path in (out, out / "manifest.json", folder / "." / "mine"):
+        words = ["ablate", "--from", str(path), "--other-code", "--out", str(out)]
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == 2
+        said = capsys.readouterr()
+        assert "is the run that is to be made again" in said.err
+        assert "byte for byte" not in said.out
+    assert small.contents(out) == before
+
+
+def test_an_edited_manifest_is_noticed(folder: Path) -> None:
+    stored = json.loads((small.home() / "done" / "manifest.json").read_text())
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(stored))
+    code = stored["versions"], stored["git"]
+    asked = experiment_of(path, *code, other_code=True, overrides=("train.steps=5",))[0]
+    assert asked.train.steps == 5, "what the command line changes is no edit"
+    stored["config"]["train"]["steps"] = 400
+    path.write_text(json.dumps(stored))
+    if not differences(stored, *code):
+        with pytest.raises(RunError, match="does not describe the run that was made"):
+            experiment_of(path, *code, other_code=True)
+    other = {**stored["versions"], "torch": "1.0"}
+    with pytest.raises(RunError, match="settings are not those of its config_hash"):
+        experiment_of(path, other, stored["git"], other_code=False)
+    assert "config_hash" in experiment_of(path, other, stored["git"], other_code=True)[2][-1]
 
 
 def test_a_clock_that_goes_back_changes_nothing(folder: Path) -> None:

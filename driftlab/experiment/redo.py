@@ -10,7 +10,8 @@ from typing import Any
 from driftlab.config import Experiment, build_experiment
 from driftlab.errors import RunError
 from driftlab.files import refuse_irregular
-from driftlab.results.records import RunDirectory
+from driftlab.results.merge import identity
+from driftlab.results.records import RunDirectory, config_hash
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -69,22 +70,52 @@ def experiment_of(
 
     Raises
     ------
-    RunError: it was made by other code, and ``other_code`` does not allow that.
+    RunError: it was made by other code, and ``other_code`` does not allow that; or its settings
+        are not those that its hash was made of.
     ConfigError: its settings are none of this version.
     """
     stored = read_manifest(path)
     apart = differences(stored, versions, git)
+    experiment = build_experiment(dict(stored["config"]), where=str(path))
+    if config_hash(identity(experiment)) != stored.get("config_hash"):
+        edited = "its settings are not those of its config_hash: edited, or hashed by other code"
+        if not apart:
+            raise RunError(
+                f"{path} does not describe the run that was made",
+                got=edited,
+                remedy="Restore it, or put the settings into an experiment file.",
+            )
+        apart.append(edited)
     if apart and not other_code:
         raise RunError(
             f"{path} was made by other code",
             got="; ".join(apart),
             remedy="Use the code that made it, or allow other code with --other-code.",
         )
-    return build_experiment(dict(stored["config"]), overrides, where=str(path)), stored, apart
+    if overrides:
+        experiment = build_experiment(dict(stored["config"]), overrides, where=str(path))
+    return experiment, stored, apart
 
 
-def verdict(stored: Mapping[str, Any], run: RunDirectory) -> str:
-    """One sentence: which tables and inputs are what the manifest says."""
+def refuse_same(path: Path, out: Path) -> None:
+    """Raise RunError when ``out`` is the run that ``path`` describes: nothing would be made, and
+    its tables would be compared with themselves."""
+    folder = path if path.is_dir() else path.parent
+    if out.resolve() == folder.resolve():
+        raise RunError(
+            f"{out} is the run that is to be made again",
+            remedy="Give --out a folder of its own; without --out it is NAME-again.",
+        )
+
+
+def cells_of(out: Path) -> int:
+    """Finished cells that ``out`` holds."""
+    return sum(1 for _ in (out / "rows" / "cells").glob("*"))
+
+
+def verdict(stored: Mapping[str, Any], run: RunDirectory, kept: int = 0) -> str:
+    """Which tables and inputs are what the manifest says, and how many cells, ``kept``, were
+    there before and so were not made again."""
     made, told = run.manifest, []
     for kind in ("inputs", "tables"):
         old, new = stored.get(kind) or {}, made.get(kind) or {}
@@ -95,6 +126,8 @@ def verdict(stored: Mapping[str, Any], run: RunDirectory) -> str:
             f"{len(names) - len(other)} of {len(names)} {kind} equal the first run's byte for byte"
             + (f"; others: {', '.join(other)}" if other else "")
         )
+    if kept:
+        told.append(f"{kept} of {len(run.table('cells'))} cells were there and not made again")
     return ". ".join(told) + "."
 
 

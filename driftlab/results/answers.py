@@ -273,9 +273,10 @@ def _stratum_prefix(tables_strata: int, stratum: Stratum) -> str:
 def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[Answer]:
     """One sentence per question that the run can answer, the most important first.
 
-    First, where every text loops, that they do. Then what the experiment file registered. Then, with fusion norm or feedback as trained
-    factors: their main effects and interaction on growth, accuracy, acceptance, attention and
-    shares, Holm-corrected as one family. Without: what each drafter does as it drafts deeper.
+    First, where every text loops, that they do; then what the experiment file registered. With
+    fusion norm or feedback as trained factors: their main effects and interaction on growth,
+    accuracy, acceptance, attention and shares, Holm-corrected as one family. Without: what each
+    drafter does as it drafts deeper.
     With applied conditions: what each leaves of a drafter's own length instead. ``kind`` is the
     headline's text by default.
     """

@@ -25,8 +25,9 @@ from driftlab.results.slices import (
     modes,
     take,
     text_kinds,
+    texts_of,
 )
-from driftlab.results.stats import Estimate, Sample, count, estimate, holm
+from driftlab.results.stats import Estimate, Sample, count, estimate, holm, p_floor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,7 +124,12 @@ class Comparison:
                     kind = "ratio" if row.effect.unit == "x" else "paired difference"
                     out.append(f"{prefix}{move}, {kind} {row.effect.short}, p = {_p(row.p)}.")
             rest = [row.measure for row in rows if not row.shown]
-            if len(rest) == len(rows):
+            n = max((row.effect.n for row in rows), default=0)
+            if n < 2:
+                out.append(f"{prefix}one prompt: no test.")
+            elif p_floor(n) >= ALPHA:
+                out.append(f"{prefix}{n} prompts cannot give a p below {p_floor(n):.2g}.")
+            elif len(rest) == len(rows):
                 out.append(f"{prefix}no measure differs beyond chance.")
             elif rest:
                 out.append(f"{prefix}no evidence of a difference in {', '.join(rest)}.")
@@ -147,12 +153,15 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     Raises
     ------
     RunError: no such run or cell, or the runs are not alike. The message names every setting
-        that differs, with both values, and what to do.
+        that differs, with both values, and what to do. Texts are those that each side was
+        measured on: a condition that has texts of its own meets such as have the same.
     """
     runs = [_open(source) for source in (a, b)]
     kind = _kind(runs, kind)
-    _refuse_unlike(runs, kind)
+    _refuse_unlike(runs)
     pairs = _pairs(runs, kind)
+    for pair in pairs:
+        _refuse_other_texts(runs, pair, kind)
     made: list[tuple[str, _Pair]] = []
     for side_a, side_b in pairs:
         made += [(_pair_name(side_a, side_b), p) for p in _measured(side_a, side_b, kind)]
@@ -164,8 +173,9 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     n = max((row.effect.n for row in rows), default=0)
     seeds = max((row.effect.seeds for row in rows), default=1)
     drawn = "seeds and prompts" if seeds > 1 else "prompts"
+    kinds = dict.fromkeys(str(texts_of(a.tables, a.group, kind)[0]) for a, _ in pairs)
     basis = (
-        f"{kind}, {count(n, seeds)}, paired; 95% bootstrap intervals over {drawn}; "
+        f"{' and '.join(kinds)}, {count(n, seeds)}, paired; 95% bootstrap intervals over {drawn}; "
         f"p corrected for {len(adjusted)} comparisons (Holm)"
     )
     return Comparison(
@@ -173,7 +183,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         rows=rows,
         basis=basis,
         differences=tuple(_allowed_differences(runs)),
-        notes=tuple(_notes(runs, pairs, kind)),
+        notes=tuple(_notes(pairs, kind)),
     )
 
 
@@ -286,7 +296,8 @@ def _sides(run: _Run, kind: TextKind) -> list[Side]:
 def one_side(
     source: Source, kind: TextKind | str | None
 ) -> tuple[Side, TextKind, RunDirectory | None]:
-    """The one group of a run, or of ``RUN:CELL``, with free chains; and its directory.
+    """The one group of a run, or of ``RUN:CELL``, with free chains; the kind of text that it was
+    measured on; and its directory.
 
     Raises RunError when there is no such cell, or several groups to choose from.
     """
@@ -299,7 +310,7 @@ def one_side(
             got=", ".join(s.group.label for s in sides),
             remedy=f"Name one: {run.name}:CELL.",
         )
-    return sides[0], chosen, run.directory
+    return sides[0], texts_of(run.tables, sides[0].group, chosen)[0], run.directory
 
 
 def _pair_name(a: Side, b: Side) -> str:
@@ -325,16 +336,32 @@ def _setting(tables: Tables, *names: str) -> Any:
     return value
 
 
-def _refuse_unlike(runs: Sequence[_Run], kind: TextKind) -> None:
+class _Unlike:
+    """What keeps two runs from being compared, and what to do about each."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self.names = [run.name if run.cell is None else f"{run.name}:{run.cell}" for run in runs]
+        self.faults: list[tuple[str, str]] = []
+
+    def differ(self, what: str, first: object, second: object, remedy: str) -> None:
+        self.faults.append((f"{what}: {first} and {second}", remedy))
+
+    def refuse(self) -> None:
+        """Raise RunError when there is anything."""
+        if self.faults:
+            raise RunError(
+                f"{self.names[0]} and {self.names[1]} are not alike",
+                got="; ".join(text for text, _ in self.faults),
+                remedy=" ".join(dict.fromkeys(remedy for _, remedy in self.faults)),
+            )
+
+
+def _refuse_unlike(runs: Sequence[_Run]) -> None:
     a, b = (run.tables for run in runs)
-    faults: list[tuple[str, str]] = []
-
-    def differ(what: str, first: object, second: object, remedy: str) -> None:
-        faults.append((f"{what}: {first} and {second}", remedy))
-
+    unlike = _Unlike(runs)
     targets = [_setting(t, "inputs", "target") for t in (a, b)]
     if targets[0] != targets[1]:
-        differ(
+        unlike.differ(
             "target",
             _target_name(a),
             _target_name(b),
@@ -343,20 +370,13 @@ def _refuse_unlike(runs: Sequence[_Run], kind: TextKind) -> None:
     for name, text in _MEASURE.items():
         values = [_setting(t, "config", "measure", name) for t in (a, b)]
         if values[0] != values[1]:
-            differ(
+            unlike.differ(
                 text,
                 values[0],
                 values[1],
                 f"Measure one of them again with measure.{name} of the other.",
             )
-    if not faults:
-        _texts(runs, kind, differ)
-    if faults:
-        raise RunError(
-            f"{runs[0].name} and {runs[1].name} are not alike",
-            got="; ".join(text for text, _ in faults),
-            remedy=" ".join(dict.fromkeys(remedy for _, remedy in faults)),
-        )
+    unlike.refuse()
 
 
 def _target_name(tables: Tables) -> str:
@@ -368,20 +388,21 @@ def _target_name(tables: Tables) -> str:
     return f"{name} ({str(_setting(tables, 'inputs', 'target'))[:12]})"
 
 
-def _texts(
-    runs: Sequence[_Run], kind: TextKind, differ: Callable[[str, object, object, str], None]
-) -> None:
+def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side], kind: TextKind) -> None:
     """Same continuation of every shared prompt, the same anchors in each."""
-    frames = []
-    for run in runs:
-        rows = run.tables.prompts
-        rows = rows[rows["text"].astype(str) == kind.text]
-        frames.append(rows.assign(prompt=rows["prompt"].astype(str)).set_index("prompt"))
+    unlike = _Unlike(runs)
+    kinds, frames = zip(*(texts_of(s.tables, s.group, kind) for s in pair), strict=True)
+    frames = tuple(f.assign(prompt=f["prompt"].astype(str)).set_index("prompt") for f in frames)
+    if kinds[0] != kinds[1]:
+        remedy = "Name cells on both sides that were measured on one kind."
+        unlike.differ("kind of text", kinds[0], kinds[1], remedy)
+        unlike.refuse()
     shared = frames[0].index.intersection(frames[1].index)
     if not len(shared):
         names = [f"{', '.join(f.index[:3])}, ..." for f in frames]
-        differ("prompts, none in common", names[0], names[1], "Measure both on the same prompts.")
-        return
+        remedy = "Measure both on the same prompts."
+        unlike.differ("prompts, none in common", names[0], names[1], remedy)
+        unlike.refuse()
     for column, what, remedy in (
         (
             "tokens_sha",
@@ -398,8 +419,8 @@ def _texts(
             first = odd[0]
             shown = [f"{str(v[first])[:12]}" for v in values]
             where = f"{what} of {len(odd)} of {len(shared)} prompts, first {first}"
-            differ(where, shown[0], shown[1], remedy)
-            return
+            unlike.differ(where, shown[0], shown[1], remedy)
+            unlike.refuse()
 
 
 def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
@@ -425,20 +446,23 @@ def _flat(value: object, prefix: str = "") -> Iterable[tuple[str, object]]:
         yield prefix, tuple(value) if isinstance(value, list) else value
 
 
-def _notes(
-    runs: Sequence[_Run], pairs: Sequence[tuple[Side, Side]], kind: TextKind
-) -> Iterable[str]:
-    rows = [r.tables.prompts[r.tables.prompts["text"].astype(str) == kind.text] for r in runs]
-    names = [set(r["prompt"].astype(str)) for r in rows]
-    if names[0] != names[1]:
-        both = names[0] & names[1]
-        yield (
-            f"{len(both)} prompts are in both runs; {len(names[0] - both)} of A and "
-            f"{len(names[1] - both)} of B were left out"
-        )
-    loops = {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
-    if loops & names[1]:
-        yield f"{len(loops & names[1])} texts run in a loop, see the runs' reports"
+def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
+    said = []
+    for pair in pairs:
+        rows = [texts_of(s.tables, s.group, kind)[1] for s in pair]
+        names = [set(r["prompt"].astype(str)) for r in rows]
+        if names[0] != names[1]:
+            both = names[0] & names[1]
+            said.append(
+                f"{len(both)} prompts are in both runs; {len(names[0] - both)} of A and "
+                f"{len(names[1] - both)} of B were left out"
+            )
+        loops = {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
+        if len(loops & names[1]) == len(names[0] & names[1]):
+            said.append("all texts run in a loop, which flatters every drafter")
+        elif loops & names[1]:
+            said.append(f"{len(loops & names[1])} texts run in a loop and were left out")
+    yield from dict.fromkeys(said)
     for a, b in pairs:
         if set(a.seeds) == set(b.seeds):
             continue

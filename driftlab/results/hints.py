@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from driftlab.results.records import Tables
+from driftlab.results.slices import TextKind, text_kinds
 
 ROUNDS = 50
 """So many rounds without one accepted draft are no accident."""
@@ -26,13 +27,27 @@ def misconfigured(rounds: int, accepted: int, *, who: str = "the drafter") -> st
     )
 
 
+def all_loop(kind: TextKind, texts: int) -> str:
+    """That no text of ``kind`` is fit to measure on."""
+    every = f"all {texts} texts run" if texts > 1 else "the one text runs"
+    return (
+        f"{kind}: {every} in a loop, which flatters every drafter, and none could be left out: "
+        "sample (a temperature above 0) or take other prompts"
+    )
+
+
 def hints(tables: Tables) -> list[str]:
-    """One line for each unchanged drafter whose free chains never had a draft accepted."""
+    """One line for each kind of text that loops throughout, and for each unchanged drafter whose
+    free chains never had a draft accepted."""
+    found = []
+    for kind in text_kinds(tables) if len(tables.prompts) else ():
+        texts = tables.prompts[tables.prompts["text"].astype(str) == kind.text]
+        if len(texts) and texts["loops"].all():
+            found.append(all_loop(kind, len(texts)))
     plain = set(tables.cells.loc[tables.cells["condition"] == "", "cell"])
     depths = tables.depths
     first = depths[(depths["mode"] == "free") & (depths["depth"] == 1)]
     first = first[first["cell"].isin(plain)]
-    found = []
     for cell, rows in first.groupby("cell", sort=True):
         said = misconfigured(int(rows["n"].sum()), int(rows["n_accepted"].sum()), who=str(cell))
         if said is not None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,15 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
     Cells, drafters and rows are copied as they are (drafters are hard links where the disk allows
     it). When the cells are the product of the merged axes and seeds, ``driftlab ablate`` with such
     an experiment knows the merged run as its own and resumes it. Merging again goes on where it
-    was killed.
+    was killed. Each run's own versions, and when its comparisons were fixed, stay in ``merged``;
+    what is said of all of them is said only where they agree, and what was late or changed in one
+    of them counts for all.
 
     Raises
     ------
-    RunError: fewer than two runs, one is not finished, they differ otherwise (it is said in what),
-        hold the same cell, or ``out`` holds another run.
+    RunError: fewer than two runs, one is not finished, they differ otherwise (it is said in what)
+        or registered other comparisons, hold the same cell, or ``out`` holds another run, or files
+        that these runs do not hold.
     """
     found = [RunDirectory.open(path) for path in runs]
     if len(found) < 2:
@@ -86,6 +90,8 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
     first = manifests[0]
     manifest = {
         **{name: first[name] for name in _KEPT if name in first},
+        **{n: v for n in ("precision", "supervised") if (v := _agreed(manifests, n)) is not None},
+        **{n: said for n in ("warnings", "differs") if (said := _all_said(manifests, n))},
         "config": merged.model_dump(mode="json"),
         "config_hash": config_hash(identity(merged)),
         "name": merged.name,
@@ -93,13 +99,19 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
         "stages": _stages(manifests),
         "merged": [
             {n: m.get(n) for n in ("name", "config_hash", "command", "created", "versions", "git")}
+            | {n: m[n] for n in ("registered", "precision", "supervised", "corrected") if n in m}
             | {"cells": sorted(row["cell"] for row in own)}
             for m, own in zip(manifests, rows, strict=True)
         ],
     }
+    if registered := _registered(manifests, experiments[0]):
+        manifest["registered"] = registered
+    files = _files(found)
+    if (out / "manifest.json").exists():
+        _refuse_stale(out, files, manifest)
     with RunDirectory.create(out, manifest) as made:
-        for run in found:
-            _copy(run.path, out)
+        for name, source in files.items():
+            _copy(source, out / name, link=name.parts[0] == "drafters")
         made.finish()
     return RunDirectory.open(out)
 
@@ -120,6 +132,28 @@ _KEPT = (
     "drafters",
     "conditions",
 )
+
+
+def _agreed(manifests: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """What all runs that say ``name`` say of it; None where they disagree or say nothing."""
+    said = [m[name] for m in manifests if m.get(name) is not None]
+    return said[0] if said and all(value == said[0] for value in said) else None
+
+
+def _all_said(manifests: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    return list(dict.fromkeys(line for m in manifests for line in m.get(name) or ()))
+
+
+def _registered(
+    manifests: Sequence[Mapping[str, Any]], experiment: Experiment
+) -> dict[str, Any] | None:
+    """When the comparisons were fixed: of the runs that say it, the one with most against it."""
+    said: list[dict[str, Any]] = [dict(m["registered"]) for m in manifests if m.get("registered")]
+    if not said or experiment.analysis is None:
+        return None
+    now = experiment.analysis.model_dump(mode="json")
+    worst = max(said, key=lambda one: one.get("analysis") != now)
+    return {**worst, "rows": any(one.get("rows") for one in said)}
 
 
 def _experiment(run: RunDirectory) -> Experiment:
@@ -147,8 +181,22 @@ def _refuse_unlike(
                 got=said,
                 remedy="Only name, seeds, axes and workers may differ.",
             )
+        if experiments[0].analysis != experiment.analysis:
+            raise RunError(
+                f"{runs[0].path} and {run.path} registered other comparisons",
+                got=f"{_stated(experiments[0])} and {_stated(experiment)}",
+                remedy="Merge runs whose files have the same [analysis]. A merged run without it "
+                "would hide what was fixed before.",
+            )
         if not runs[0].table("prompts").equals(run.table("prompts")):
             raise RunError(f"{runs[0].path} and {run.path} measured other texts")
+
+
+def _stated(experiment: Experiment) -> str:
+    if experiment.analysis is None:
+        return "none"
+    first, more = experiment.analysis.primary, len(experiment.analysis.family)
+    return f"{first.measure} by {first.factor}, {more} beside it"
 
 
 def _alike(experiment: Experiment) -> dict[str, Any]:
@@ -182,20 +230,55 @@ def _union(experiments: Sequence[Experiment], name: str) -> Experiment:
     return build_experiment(data, where="merged runs")
 
 
-def _copy(source: Path, out: Path) -> None:
-    """Everything of ``source`` that belongs to a cell; what is there already stays."""
-    for folder in ("shards", "rows", "drafters"):
-        for path in sorted((source / folder).rglob("*")):
+def _files(runs: Sequence[RunDirectory]) -> dict[Path, Path]:
+    """Everything that belongs to a cell, by its place in a run; of rows that runs share, the
+    first run's."""
+    found: dict[Path, Path] = {}
+    for run in runs:
+        for folder in _FOLDERS:
+            for path in sorted((run.path / folder).rglob("*")):
+                if path.is_file() and not path.name.startswith("."):
+                    found.setdefault(path.relative_to(run.path), path)
+    return found
+
+
+_FOLDERS = ("shards", "rows", "drafters")
+
+
+def _refuse_stale(out: Path, files: Mapping[Path, Path], manifest: Mapping[str, Any]) -> None:
+    """Raise RunError when ``out`` is no part of this very merge: then its rows would be kept."""
+    stored = RunDirectory.open(out).manifest
+    if stored.get("config_hash") != manifest["config_hash"]:
+        return  # another run, which is said where runs are made
+    remedy = "Delete that folder, or merge into another one."
+    held, given = stored.get("inputs") or {}, manifest.get("inputs") or {}
+    if lost := [n for n in sorted({*held, *given}) if held.get(n) != given.get(n)]:
+        raise RunError(
+            f"{out} was merged from runs of other models or texts",
+            got=f"changed since: {', '.join(lost)}",
+            remedy=remedy,
+        )
+    for folder in _FOLDERS:
+        for path in sorted((out / folder).rglob("*")):
             if not path.is_file() or path.name.startswith("."):
                 continue
-            place = out / path.relative_to(source)
-            if place.exists():
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                if folder != "drafters":
-                    raise OSError  # small, and rewritten when they are damaged
-                os.link(path, place)
-            except OSError:
-                with atomic_file(place) as file, path.open("rb") as made:
-                    shutil.copyfileobj(made, file)
+            source = files.get(name := path.relative_to(out))
+            if source is None or not (path.samefile(source) or cmp(path, source, shallow=False)):
+                what = "none of the runs holds" if source is None else "now differs from the run's"
+                raise RunError(
+                    f"{out} was merged from other rows", got=f"{name}, which {what}", remedy=remedy
+                )
+
+
+def _copy(source: Path, place: Path, *, link: bool) -> None:
+    """``source`` at ``place``; what is there already is equal, and stays."""
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if not link:
+            raise OSError  # small, and rewritten when they are damaged
+        os.link(source, place)
+    except OSError:
+        with atomic_file(place) as file, source.open("rb") as made:
+            shutil.copyfileobj(made, file)

@@ -6,6 +6,7 @@ Text kinds and modes are never mixed; a :class:`Slice` holds one of each.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,10 +77,10 @@ class Group:
 
     def _named(self, setting: str, usual: float) -> float:
         """A setting of training, which the variant's name holds when it is not the usual one."""
-        for part in self.variant.split("+"):
-            if part.startswith(setting):
-                return float(part.removeprefix(setting).removesuffix("x"))
-        return usual
+        # A number in scientific notation has a plus sign of its own.
+        number = r"[0-9.]+(?:e[+-][0-9]+)?"
+        found = re.search(rf"(?:^|\+){setting}({number})x?(?=\+|$)", self.variant)
+        return float(found[1]) if found else usual
 
     @property
     def stratum(self) -> Stratum:
@@ -229,6 +230,8 @@ class Slice:
     left_out: int
     note: str
     resamples: int
+    all_loop: bool
+    """Every text loops, and none was left out."""
     frame: pd.DataFrame = field(repr=False)
     positions: tuple[np.ndarray, ...] = field(repr=False)
     _cubes: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -351,7 +354,7 @@ def _take(
     if kind.temperature is not None and "temperature" in frame:
         chosen &= np.isclose(frame["temperature"].to_numpy(float), kind.temperature)
     # A condition that sets the temperature has one kind of text, its own, and stands for itself.
-    chosen |= condition.isin(_of_other_kind(tables, kind)).to_numpy()
+    chosen |= condition.isin({*_of_other_kind(tables, kind)}).to_numpy()
     frame, condition = frame[chosen], condition[chosen]
     if not len(frame):
         what = " ".join(filter(None, (mode, "chains on" if mode else "", str(kind))))
@@ -381,6 +384,7 @@ def _take(
         left_out,
         note,
         resamples(tables),
+        bool(note) and not left_out,
         frame,
         positions,
     )
@@ -390,17 +394,32 @@ def _mapped(names: pd.Series, codes: pd.Series) -> np.ndarray:
     return codes.reindex(names.astype(str)).to_numpy(int)
 
 
-def _of_other_kind(tables: Tables, kind: TextKind) -> set[str]:
-    """Conditions whose texts are all of one kind, which is another than ``kind``."""
+def _of_other_kind(tables: Tables, kind: TextKind) -> dict[str, TextKind]:
+    """Conditions whose texts are all of one kind, which is another than ``kind``; and that kind."""
     texts = tables.extra.get("texts")
     if texts is None:
-        return set()
-    found: dict[str, set[tuple[str, float]]] = {}
+        return {}
+    found: dict[str, set[TextKind]] = {}
     for row in texts[["condition", "text", "temperature"]].drop_duplicates().to_dict("records"):
         at = 0.0 if math.isnan(row["temperature"]) else round(float(row["temperature"]), 6)
-        found.setdefault(str(row["condition"]), set()).add((str(row["text"]), at))
-    wanted = (kind.text, round(kind.temperature or 0.0, 6))
-    return {name for name, kinds in found.items() if len(kinds) == 1 and wanted not in kinds}
+        own = TextKind(str(row["text"]), at if row["text"] == "sampled" else None)
+        found.setdefault(str(row["condition"]), set()).add(own)
+    wanted = kind
+    if kind.temperature is not None:
+        wanted = replace(kind, temperature=round(kind.temperature, 6))
+    return {c: next(iter(own)) for c, own in found.items() if len(own) == 1 and wanted not in own}
+
+
+def texts_of(tables: Tables, group: Group, kind: TextKind) -> tuple[TextKind, pd.DataFrame]:
+    """The texts that ``take`` reads for ``group``, as rows of table ``prompts``, and their kind:
+    those of its condition where that has texts of its own."""
+    rows = tables.extra.get("texts")
+    if rows is not None and (rows["condition"].astype(str) == group.condition).any():
+        kind = _of_other_kind(tables, kind).get(group.condition, kind)
+        rows = rows[rows["condition"].astype(str) == group.condition]
+    else:
+        rows = tables.prompts
+    return kind, rows[rows["text"].astype(str) == kind.text]
 
 
 def _without_loops(

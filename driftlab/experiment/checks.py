@@ -1,0 +1,119 @@
+"""What an experiment asks, held against what it will measure, before anything is made.
+
+Here and not in the settings, which stored runs are read with: a run that is there stays readable.
+"""
+
+from __future__ import annotations
+
+from driftlab.analysis.interventions import from_settings
+from driftlab.config import Contrast, Experiment, Feedback, FusionNorm, Level, Residual
+from driftlab.errors import ConfigError
+
+_WORDS: dict[str, tuple[Level, ...]] = {
+    "fusion_norm": tuple(n for n in FusionNorm if n is not FusionNorm.concat_per_layer),
+    "feedback": tuple(Feedback),
+    "residual": tuple(Residual),
+    "attention_gate": (False, True),
+}
+_LENGTHS = ("accepted drafts", "share of own length")
+
+
+def check_experiment(experiment: Experiment) -> None:
+    """Raise ConfigError for two names of one thing, or a comparison that no run could answer."""
+    _check_steps(experiment)
+    _check_conditions(experiment)
+    for contrast in _contrasts(experiment):
+        if fault := _fault(experiment, contrast):
+            raise ConfigError(
+                f"the registered comparison of {contrast.measure} by {contrast.factor} cannot be "
+                f"answered: {fault}",
+                remedy="Correct [analysis] before the run begins; later it counts as changed.",
+            )
+
+
+def unmeasured(experiment: Experiment) -> list[str]:
+    """Levels of registered comparisons that this run trains no drafter of, in words.
+
+    Not refused: the run may be a part of one that is merged.
+    """
+    if experiment.applied is not None and experiment.applied.drafters:
+        return []
+    trained = experiment.levels()
+    found = {
+        f"{factor} {level}": None
+        for contrast in _contrasts(experiment)
+        for factor, level in _named(contrast)
+        if factor != "condition" and level not in trained[factor]
+    }
+    if not found:
+        return []
+    return [
+        f"registered comparisons name {', '.join(found)}, which this run does not train: it "
+        "answers them only when merged with one that does"
+    ]
+
+
+def _contrasts(experiment: Experiment) -> list[Contrast]:
+    asked = experiment.analysis
+    return [] if asked is None else [asked.primary, *asked.family]
+
+
+def _named(contrast: Contrast) -> list[tuple[str, Level]]:
+    """Every (factor, level) that ``contrast`` names."""
+    return [*((contrast.factor, level) for level in contrast.levels), *contrast.at.items()]
+
+
+def _fault(experiment: Experiment, contrast: Contrast) -> str | None:
+    measure = experiment.measure
+    mode = "forced" if contrast.measure == "forced accuracy" else "free"
+    if mode not in measure.modes:
+        return f"no {mode} chains are measured"
+    depth = contrast.depth or measure.depth
+    if contrast.measure not in _LENGTHS and depth > measure.depth:
+        return f"depth {depth} is beyond measure.depth = {measure.depth}"
+    if contrast.measure == "growth" and depth == 1:
+        return "growth from depth 1 to depth 1 is none"
+    conditions = () if experiment.applied is None else experiment.applied.conditions
+    names = ("", *(condition.name for condition in conditions))
+    for factor, level in _named(contrast):
+        if factor in _WORDS or factor == "condition":
+            known: tuple[Level, ...] = names if factor == "condition" else _WORDS[factor]
+            if level not in known:
+                there = ", ".join(str(name) or "the empty one" for name in known)
+                return f"{factor} has no level {level!r}, only {there}"
+        elif isinstance(level, bool | str) or level < 0:
+            return f"{factor} has no level {level!r}: it is a number"
+    if contrast.measure == "share of own length":
+        held = contrast.at.get("condition")
+        if contrast.factor != "condition" and not held:
+            return "at names no condition to take the share under"
+    return None
+
+
+def _check_steps(experiment: Experiment) -> None:
+    """Scales that round to the same number of steps would be two names of one training."""
+    seen: dict[int, float] = {}
+    for scale in experiment.levels()["steps_scale"]:
+        steps = round(scale * experiment.train.steps)
+        if steps < 1 or steps in seen:
+            raise ConfigError(
+                f"steps_scale {scale:g} of train.steps = {experiment.train.steps} trains "
+                + ("no step" if steps < 1 else f"{steps} steps, as {seen[steps]:g} does"),
+                remedy="Leave it out, or raise train.steps.",
+            )
+        seen[steps] = scale
+
+
+def _check_conditions(experiment: Experiment) -> None:
+    applied = experiment.applied
+    seen: dict[tuple[object, ...], str] = {}
+    for condition in () if applied is None else applied.conditions:
+        made = tuple(from_settings(one) for one in condition.interventions)
+        rest = condition.model_dump(mode="json", exclude={"name", "interventions"})
+        key = (made, *((n, str(v)) for n, v in rest.items()))
+        if key in seen:
+            raise ConfigError(
+                f"the conditions {seen[key]} and {condition.name} are the same",
+                remedy="Remove one: a condition has one name.",
+            )
+        seen[key] = condition.name
