@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections.abc import Iterable
 from enum import StrEnum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from driftlab.errors import AssumptionError, ConfigError
 from driftlab.files import refuse_irregular
@@ -58,6 +68,41 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Shift = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 
 
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is a whole number; true and false are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number; true and false are none."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+LEAST_TEMPERATURE = 1e-4
+"""Below it logits over the temperature leave float32."""
+
+
+def _sampled(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"a temperature is 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_sampled)]
+
+
+def check_sampling(temperatures: Iterable[float], seed: int) -> None:
+    """Raise ConfigError for a temperature or a seed that no experiment file could hold."""
+    for value in temperatures:
+        if not is_number(value) or not (value == 0 or value >= LEAST_TEMPERATURE):
+            raise ConfigError(
+                f"a temperature is 0 (greedy) or a finite number from {LEAST_TEMPERATURE:g} on",
+                got=value,
+            )
+    if not is_whole(seed) or not 0 <= seed < 2**31:
+        raise ConfigError("a seed is a whole number from 0 to 2147483647", got=seed)
+
+
 def _check_lists(owner: BaseModel, *names: str, optional: tuple[str, ...] = ()) -> None:
     """Raise ValueError for a list among ``names`` that is empty or holds a value twice."""
     for name in names:
@@ -66,6 +111,14 @@ def _check_lists(owner: BaseModel, *names: str, optional: tuple[str, ...] = ()) 
             raise ValueError(f"{name} is empty")
         if len(set(values)) < len(values):
             raise ValueError(f"{name} holds a value twice")
+
+
+def _check_sink(owner: MeasureSpec | ExplainSpec) -> None:
+    """A position that is named twice would double the even share of the sink's keys."""
+    if not isinstance(owner.sink, str):
+        _check_lists(owner, "sink")
+        if any(p < 0 for p in owner.sink):
+            raise ValueError("a sink position cannot be negative")
 
 
 class Sourced(Frozen):
@@ -208,8 +261,8 @@ class TextSpec(Frozen):
     train_tokens: Count
     max_new_tokens: Count = 128
     measure_new_tokens: Count | None = None  # None: max_new_tokens
-    train_temperature: Annotated[float, Field(ge=0)] = 1.0
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)  # measured texts
+    train_temperature: Temperature = 1.0
+    temperatures: tuple[Temperature, ...] = (0.0, 1.0)  # measured texts
     batch: Count = 32
     seed: Seed = 0
     limit: Count | None = None  # measure at most this many prompts
@@ -296,8 +349,7 @@ class MeasureSpec(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> MeasureSpec:
         _check_lists(self, "modes")
-        if not isinstance(self.sink, str) and any(p < 0 for p in self.sink):
-            raise ValueError("a sink position cannot be negative")
+        _check_sink(self)
         return self
 
 
@@ -316,8 +368,7 @@ class ExplainSpec(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> ExplainSpec:
         _check_lists(self, "gradient_depths")
-        if not isinstance(self.sink, str) and any(p < 0 for p in self.sink):
-            raise ValueError("a sink position cannot be negative")
+        _check_sink(self)
         return self
 
 
@@ -348,7 +399,7 @@ class Condition(Frozen):
     template: Policy | None = None
     bos: Policy | None = None
     system: str | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     context: Context | None = None
     quantize: Literal["int8", "int4"] | None = None
     writes: bool = False
@@ -621,9 +672,16 @@ def _apply(data: dict[str, Any], override: str) -> None:
             "--set needs key=value", got=override, remedy="Example: --set train.steps=50"
         )
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        read = tomllib.loads(f"v = {text}")
     except (ValueError, RecursionError):
-        value = text.strip()  # a bare word is a string
+        read = {"v": text.strip()}  # a bare word is a string
+    if more := sorted({*read} - {"v"}):
+        raise ConfigError(
+            f"--set {key.strip()} sets more than one key",
+            got=", ".join(more),
+            remedy="Give each key a --set of its own.",
+        )
+    value = read["v"]
     *parents, last = (name.strip() for name in key.split("."))
     node = data
     for name in parents:

@@ -216,6 +216,16 @@ def test_report_writes_one_page(call: Call, out: Path) -> None:
     assert "<html" in (out / "page.html").read_text()
 
 
+@pytest.mark.parametrize("taken", ["manifest.json", "folder.html", "page"])
+def test_report_writes_over_nothing_else(refused: Any, out: Path, taken: str) -> None:
+    out.mkdir()
+    (out / "folder.html").mkdir()
+    (out / "manifest.json").write_text("{}")
+    assert "would not be a .html file" in refused("report", "done", "--out", out / taken)
+    assert (out / "manifest.json").read_text() == "{}"
+    assert not (out / "page").exists()
+
+
 def test_export_writes_what_loads_again(call: Call, out: Path, refused: Any) -> None:
     assert call("export", DRAFTER, "--to", "vllm", "--out", out)[0] == 0
     assert json.loads((out / "config.json").read_text())["architectures"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from driftlab.config import (
     refuse_assumptions,
 )
 from driftlab.errors import AssumptionError, ConfigError
+from driftlab.experiment.checks import check_experiment, unmeasured
 from driftlab.results.merge import identity
 from driftlab.results.records import config_hash
 
@@ -119,6 +121,71 @@ def test_a_condition_or_contrast_that_says_nothing_is_refused(override: str, sai
         read_experiment(MICRO, (override,))
 
 
+PRIMARY = {"measure": "forced accuracy", "factor": "feedback", "levels": ["pre_norm", "post_norm"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "said"),
+    [
+        ({"depth": 99}, (), "depth 99 is beyond measure.depth = 16"),
+        ({"at": {"feedback": "x"}, "factor": "ttt", "levels": [2, 4]}, (), "feedback has no level"),
+        ({"levels": ["pre_norm", "bogus"]}, (), "has no level 'bogus', only pre_norm, post_norm"),
+        ({"factor": "condition", "levels": ["", "nope"]}, (), "condition has no level 'nope'"),
+        ({"factor": "fusion_norm", "levels": ["none", "concat_per_layer"]}, (), "has no level"),
+        ({"factor": "ttt", "levels": [True, 4]}, (), "it is a number"),
+        ({"at": {"lr_scale": "fast"}}, (), "it is a number"),
+        ({"measure": "growth", "depth": 1}, (), "growth from depth 1"),
+        ({"measure": "share of own length"}, (), "names no condition"),
+        ({}, ('measure.modes=["free"]',), "no forced chains are measured"),
+    ],
+)
+def test_a_comparison_that_no_run_could_answer_is_refused(
+    changes: dict[str, Any], overrides: tuple[str, ...], said: str
+) -> None:
+    data = {**tomllib.loads(MICRO.read_text()), "analysis": {"primary": {**PRIMARY, **changes}}}
+    spec = build_experiment(data, overrides, where="test")  # a manifest with it is still read
+    with pytest.raises(ConfigError, match=said):
+        check_experiment(spec)
+
+
+def test_a_level_that_another_part_of_the_run_trains_is_named() -> None:
+    data = {**tomllib.loads(MICRO.read_text()), "analysis": {"primary": PRIMARY}}
+    assert unmeasured(build_experiment(data, where="test")) == []
+    spec = build_experiment(data, ('axes.feedback=["pre_norm"]',), where="test")
+    check_experiment(spec)
+    (said,) = unmeasured(spec)
+    assert "name feedback post_norm, which this run does not train" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("axes.steps_scale=[0.05, 0.1]", "train.steps=10"), "trains no step"),
+        (("axes.steps_scale=[0.24, 0.25]", "train.steps=8"), "trains 2 steps, as 0.24 does"),
+        (
+            (
+                'applied.conditions=[{name="a", interventions=[{kind="noise", alpha=1}]}, '
+                '{name="b", interventions=[{kind="noise", alpha=1.0, seed=0}]}]',
+            ),
+            "conditions a and b are the same",
+        ),
+    ],
+)
+def test_two_names_of_one_thing_are_refused(settings: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_experiment(read_experiment(MICRO, settings))
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*.toml")), ids=lambda p: p.stem)
+def test_what_is_shipped_can_be_answered(path: Path) -> None:
+    for base in (None, "micro"):
+        for narrowed in ((), ("seeds=[0]",), ('axes.fusion_norm=["none"]',)):
+            check_experiment(read_experiment(path, narrowed, base=base))
+    for stored in ROOT.glob(f"papers/*/runs/{path.stem}-*/manifest.json"):
+        config = json.loads(stored.read_text())["config"]
+        check_experiment(build_experiment(config, where=str(stored)))
+
+
 def test_a_manifest_gives_the_experiment_back() -> None:
     spec = read_experiment(MICRO, ("measure.sink=[0, 3]", "drafter.draft_vocab_size=30"))
     assert build_experiment(spec.model_dump(mode="json"), where="manifest") == spec
@@ -165,6 +232,11 @@ def test_overrides_take_toml_and_bare_words() -> None:
         ('axes.fusion_norm=["both"]', "axes.fusion_norm.0"),
         ('axes.fusion_norm=["concat_per_layer"]', "not trained"),
         ("measure.modes=[]", "modes is empty"),
+        ("measure.sink=[]", "sink is empty"),
+        ("measure.sink=[0, 0]", "sink holds a value twice"),
+        ("text.temperatures=[0.0, 1e-45]", "at least 0.0001"),
+        ("text.train_temperature=1e-9", "at least 0.0001"),
+        ("seeds=[0]\nworkers=7", "sets more than one key .*workers"),
         ("measure.sink=[-1]", "negative"),
         ("measure.sink=last", "measure.sink"),
         ("target.boundaries=[]", "boundaries is empty"),

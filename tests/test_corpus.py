@@ -206,10 +206,19 @@ def test_given_texts_are_read_in_order_up_to_a_count(tmp_path: Path) -> None:
     assert len(read_given(path, WordTokenizer(), max_tokens=1000)) == 3
 
 
+def test_lines_end_where_the_prompts_say(tmp_path: Path) -> None:
+    """A carriage return inside an object is white space, for prompt and response alike."""
+    path = tmp_path / "given.jsonl"
+    path.write_bytes(f'{{"prompt": "{said(3)}",\r"response": "{said(1)}"}}\r\n'.encode())
+    (text,) = read_given(path, WordTokenizer(), max_tokens=1000)
+    assert len(text.tokens) == text.prompt_len + 1
+
+
 @pytest.mark.parametrize(
     ("second", "named"),
     [
         ({"prompt": "x"}, "line 3: no response"),
+        ({"prompt": "x", "response": "\ud800"}, "line 3: response holds half a surrogate"),
         ({"prompt": "x", "response": 7}, "line 3: no response"),
         ({"messages": [{"role": "user", "content": "x"}]}, "line 3: no response"),
         ({"prompt": said(8), "response": said(8)}, "line 3: the text is longer .* 12"),

@@ -20,6 +20,7 @@ from driftlab.data.text import Text
 from driftlab.engines import explain as engine
 from driftlab.engines.explain import Columns, explain, explain_run, explainable
 from driftlab.errors import ConfigError, DataError, NumericsError, RunError
+from driftlab.experiment import run_experiment
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import HookFn, attach
 from driftlab.results.explanations import MEASURES, Explained, ExplainedFolder
@@ -220,6 +221,20 @@ def test_the_command_line_says_it(run: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert "The largest error of a sum" in said and "2 prompts x 1 seed" in said
     assert (run / "explained" / "figures" / "explain_effect.pdf").exists()
+
+
+def test_conditions_are_left_out(tmp_path: Path) -> None:
+    only = 'applied.conditions=[{name="pinned", interventions=[{kind="pin_norm"}]}]'
+    with small.shrunk():
+        there = run_experiment(small.spec(only), small.home() / "conditions", quiet=True)
+        found = explain_run(there.path, ASKED, quiet=True, limit=1)
+    assert set(found.table["cell"]) == set(small.CELLS)
+
+
+def test_a_sink_that_no_text_has_is_not_explained() -> None:
+    asked = ExplainSpec(depth=2, sink=(0, 500))
+    with pytest.raises(ConfigError, match="sink position 500"):
+        explain_run(small.home() / "done", asked, quiet=True)
 
 
 def test_runs_that_cannot_be_explained(run: Path, tmp_path: Path) -> None:

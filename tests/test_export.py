@@ -192,10 +192,16 @@ def test_what_vllm_reads(tmp_path: Path) -> None:
     assert block == {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def test_what_vllm_would_drop_is_refused(tmp_path: Path) -> None:
-    """It captures a state once, and ignores the map of a full head."""
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "speculators"])
+def test_a_state_that_is_captured_twice_is_refused(tmp_path: Path, dialect: str) -> None:
+    """Every reader takes a layer's id once, so that fc would be too wide."""
     with pytest.raises(CheckpointError, match="cannot hold a captured state twice"):
-        save_drafter(build(boundaries=(2, 5, 5)), tmp_path / "a", dialect="vllm")
+        save_drafter(build(boundaries=(2, 5, 5)), tmp_path / "a", dialect=dialect)
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_vllm_would_drop_is_refused(tmp_path: Path) -> None:
+    """It ignores the map of a full head."""
     config = build(draft_vocab_size=V).config
     with pytest.raises(CheckpointError, match=r"cannot hold draft ids .* in another order"):
         save_drafter(Drafter(config, torch.arange(V).flip(0)), tmp_path / "a", dialect="vllm")

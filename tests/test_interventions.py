@@ -412,11 +412,21 @@ def test_a_swap_shares_the_weights_and_keeps_the_hooks(given: tuple[Tensor, Tens
         (lambda: noise(-1.0), "alpha"),
         (lambda: noise(float("nan")), "alpha"),
         (lambda: noise(1.0, cast("Any", "text")), "hidden, embedding"),
-        (lambda: noise(1.0, seed=-1), "negative"),
+        (lambda: noise(1.0, seed=-1), "seed"),
+        (lambda: noise(float("inf")), "finite"),
+        (lambda: noise(True), "alpha"),
+        (lambda: noise(1.0, seed=cast("Any", 1.5)), "seed"),
+        (lambda: window(cast("Any", 2.5)), "whole number"),
+        (lambda: window(2, cast("Any", True)), "whole number"),
+        (lambda: drop_layer(True), "layer"),
+        (lambda: drop_layer(-1), "layer"),
+        (lambda: knock_out_sink(positions=(0, 0)), "twice"),
+        (lambda: knock_out_sink(positions=cast("Any", 0)), "positions"),
+        (lambda: raise_sink(cast("Any", "1")), "delta"),
         (lambda: knock_out_sink(cast("Any", "drop")), "remove, redirect"),
         (lambda: knock_out_sink(positions=()), "positions"),
         (lambda: raise_sink(float("inf")), "finite"),
-        (lambda: raise_sink(1.0, (-1,)), "positions"),
+        (lambda: raise_sink(1.0, (-1,)), "position"),
         (lambda: drop_layer(0, cast("Any", "half")), "zero, mean, shuffle"),
         (lambda: swap_norm(), "changes nothing"),
         (lambda: swap_norm("rms"), "none, per_layer"),
@@ -481,10 +491,49 @@ def test_a_record_gives_the_intervention_back(made: Intervention) -> None:
         ({}, "unknown intervention"),
         ({"kind": "noise"}, "no alpha"),
         ({"kind": "pin_norm", "alpha": 1}, "unknown or missing .*alpha"),
-        ({"kind": "noise", "alpha": "much"}, "intervention noise"),
-        ({"kind": "window", "size": 0}, "a size of 1 or more"),
+        ({"kind": "noise", "alpha": "much"}, "alpha"),
+        ({"kind": "window", "size": 0}, "size of a window"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         from_settings(settings)
+
+
+@pytest.mark.parametrize(
+    ("made", "lengths", "depth", "said"),
+    [
+        (knock_out_sink(positions=(0, 20)), (20, 30), 4, "20 tokens has no position 20"),
+        (knock_out_sink(positions=(0, 19)), (20, 30), 4, None),
+        (raise_sink(0.0), (20,), 4, "delta is 0"),
+        (noise(0.0), (20,), 4, "alpha is 0"),
+        (mask_chain_keys(), (20,), 2, "no such keys"),
+        (mask_chain_keys(), (20,), 3, None),
+        (pin_norm(), (20,), 1, "no state"),
+        (swap_norm(feedback="post_norm"), (20,), 1, "no state"),
+        (swap_norm("per_layer"), (20,), 1, None),
+    ],
+)
+def test_a_change_that_changes_nothing_says_why(
+    made: Intervention, lengths: tuple[int, ...], depth: int, said: str | None
+) -> None:
+    found = made.idle(lengths, depth)
+    assert found is None if said is None else said in str(found)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 4])
+def test_a_window_is_idle_where_its_mask_hides_nothing(
+    given: tuple[Tensor, Tensor], keep: int
+) -> None:
+    # Anchors of a text of SIZE tokens that have `depth` true tokens after the newest one.
+    seen_by_size = {}
+    for size in range(1, SIZE + 2):
+        hidden = 0
+        for anchor in range(SIZE - 1 - DEPTH):
+            for depth in range(1, DEPTH + 1):
+                own = anchor + depth - 1
+                hidden += sum(keep <= key <= own - size for key in range(anchor + 1))
+                hidden += sum(key <= own - size for key in range(anchor + 1, own + 1))
+        seen_by_size[size] = hidden
+    idle = {size: window(size, keep).idle((5, SIZE), DEPTH) is not None for size in seen_by_size}
+    assert idle == {size: hidden == 0 for size, hidden in seen_by_size.items()}

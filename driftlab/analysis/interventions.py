@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.analysis.measures import rms
-from driftlab.config import Feedback, FusionNorm
+from driftlab.config import DrafterConfig, Feedback, FusionNorm, is_number, is_whole
 from driftlab.errors import ConfigError, ContractError
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment, attach
@@ -38,6 +39,17 @@ _TINY = 1e-20
 
 class Intervention:
     """Base of the objects below. ``change`` may build another drafter, ``hook`` attaches to it."""
+
+    def fit(self, config: DrafterConfig) -> DrafterConfig:
+        """The contract of a drafter of ``config`` under the change; ConfigError: it has none."""
+        return config
+
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        """Why nothing changes in chains of ``depth`` on texts of ``lengths``, or None.
+
+        A position that some text does not have is a reason too: its rows would be unchanged ones.
+        """
+        return None
 
     def change(self, drafter: Drafter) -> Drafter:
         """The drafter to run: ``drafter``, or a copy that shares its weights."""
@@ -93,6 +105,9 @@ class pin_norm(Intervention):
     The magnitude pin of arXiv 2605.09992: ``u <- u * rms(g_t) / rms(u)`` at every depth >= 2.
     """
 
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        return "depth 1 is handed no state" if depth == 1 else None
+
     @contextmanager
     def hook(self, drafter: Drafter) -> Iterator[None]:
         wanted = torch.empty(0)  # [B, rows of the last depth-1 step]
@@ -136,11 +151,12 @@ class noise(Intervention):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.alpha >= 0:
-            raise ConfigError("noise needs an alpha of 0 or more", got=self.alpha)
+        _number("alpha", self.alpha, least=0)
         _choice("noise path", self.path, get_args(Path))
-        if self.seed < 0:
-            raise ConfigError("a seed cannot be negative", got=self.seed)
+        _whole("seed", self.seed)
+
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        return None if self.alpha else "alpha is 0"
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         kind = get_args(Path).index(self.path)
@@ -178,6 +194,9 @@ class knock_out_sink(Intervention):
         _choice("mode", self.mode, ("remove", "redirect"))
         _positions(self.positions)
 
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        return _beyond(self.positions, lengths)
+
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def remove(scores: Tensor, moment: Moment) -> Tensor:
             return scores.masked_fill(_sink(scores, moment, self.positions), float("-inf"))
@@ -201,9 +220,11 @@ class raise_sink(Intervention):
     positions: tuple[int, ...] = FIRST
 
     def __post_init__(self) -> None:
-        if not np.isfinite(self.delta):
-            raise ConfigError("delta must be finite", got=self.delta, remedy="See knock_out_sink.")
+        _number("delta", self.delta)
         _positions(self.positions)
+
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        return _beyond(self.positions, lengths) if self.delta else "delta is 0"
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def lift(scores: Tensor, moment: Moment) -> Tensor:
@@ -219,6 +240,9 @@ class mask_chain_keys(Intervention):
     The depth-1 key of the anchor is no drafted key and stays as well, so depths 1 and 2 are
     unchanged.
     """
+
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        return "depths 1 and 2 have no such keys" if depth < 3 else None
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def mask(scores: Tensor, moment: Moment) -> Tensor | None:
@@ -244,11 +268,15 @@ class window(Intervention):
     keep: int = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.keep < 0:
-            raise ConfigError(
-                "a window needs a size of 1 or more and keeps 0 or more first positions",
-                got=f"size {self.size}, keep {self.keep}",
-            )
+        _whole("size of a window", self.size, least=1)
+        _whole("keep of a window", self.keep)
+
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        # The last anchor has ``depth`` true tokens after the newest one: its deepest query stands
+        # at S - 3 and hides up to S - 3 - size, of its own chain the keys ``size`` and more back.
+        if self.size + self.keep <= max(lengths) - 3 or self.size <= depth - 2:
+            return None
+        return f"no text is longer than its {self.size + self.keep} keys"
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def mask(scores: Tensor, moment: Moment) -> Tensor:
@@ -300,19 +328,23 @@ class drop_layer(Intervention):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _whole("layer", self.layer)
         _choice("how", self.how, get_args(How))
-        if self.seed < 0:
-            raise ConfigError("a seed cannot be negative", got=self.seed)
+        _whole("seed", self.seed)
 
-    @contextmanager
-    def hook(self, drafter: Drafter) -> Iterator[None]:
-        count = len(drafter.config.boundaries)
-        if not 0 <= self.layer < count:
+    def fit(self, config: DrafterConfig) -> DrafterConfig:
+        count = len(config.boundaries)
+        if self.layer >= count:
             raise ConfigError(
                 f"the drafter has {count} captured states, 0..{count - 1}",
                 got=self.layer,
                 remedy="Name one by its position among the captured states.",
             )
+        return config
+
+    @contextmanager
+    def hook(self, drafter: Drafter) -> Iterator[None]:
+        self.fit(drafter.config)
         past = torch.empty(0)  # [B, positions so far, Ht]; only where the past is needed
 
         def drop(value: Tensor, moment: Moment) -> Tensor:
@@ -363,22 +395,29 @@ class swap_norm(Intervention):
                 "swap_norm changes nothing", remedy="Give fusion_norm, feedback, or both."
             )
 
-    def change(self, drafter: Drafter) -> Drafter:
+    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+        alone = self.fusion_norm is None and depth == 1
+        return "depth 1 is handed no state" if alone else None
+
+    def fit(self, config: DrafterConfig) -> DrafterConfig:
         wanted = {n: v for n, v in _parameters(self).items() if v is not None}
-        same = [n for n, v in wanted.items() if getattr(drafter.config, n) == v]
+        same = [n for n, v in wanted.items() if getattr(config, n) == v]
         if same:
             raise ConfigError(
                 f"the drafter's {same[0]} is {wanted[same[0]]} already",
                 remedy="A swap that changes nothing would be labelled as one that does.",
             )
-        config = drafter.config
         if "fusion_norm" in wanted and not config.boundaries:
             raise ConfigError("a drafter without captured states has no fusion norm")
+        return config.model_copy(update=wanted)
+
+    def change(self, drafter: Drafter) -> Drafter:
+        config = self.fit(drafter.config)
         kept = [*drafter.parameters(), *drafter.buffers()]
         # Hooks that are attached stay on the copy: functions are not copied.
         changed = copy.deepcopy(drafter, {id(tensor): tensor for tensor in kept})
-        changed.config = config.model_copy(update=wanted)
-        if "fusion_norm" in wanted:
+        changed.config = config
+        if self.fusion_norm is not None:
             _fit_norms(changed)
         return changed
 
@@ -437,10 +476,20 @@ def from_settings(settings: Mapping[str, Any]) -> Intervention:
             got=", ".join([*unknown, *(f"no {n}" for n in missing)]),
             remedy=f"It takes {', '.join(fields) or 'none'}.",
         )
-    try:
-        return kind(**values)
-    except TypeError as error:  # a word where a number is compared
-        raise ConfigError(f"intervention {name}: {error}", got=settings) from None
+    return kind(**values)
+
+
+def _whole(what: str, value: Any, *, least: int = 0) -> None:
+    """Refuse what is no whole number from ``least`` on."""
+    if not is_whole(value) or value < least:
+        raise ConfigError(f"{what} must be a whole number from {least} on", got=repr(value))
+
+
+def _number(what: str, value: Any, *, least: float = -math.inf) -> None:
+    """Refuse what is no finite number from ``least`` on."""
+    if not is_number(value) or value < least:
+        above = "" if least == -math.inf else f" of {least:g} or more"
+        raise ConfigError(f"{what} must be a finite number{above}", got=repr(value))
 
 
 def _choice(what: str, value: str, known: Sequence[str]) -> None:
@@ -450,6 +499,16 @@ def _choice(what: str, value: str, known: Sequence[str]) -> None:
         )
 
 
-def _positions(positions: Sequence[int]) -> None:
-    if not positions or any(p < 0 for p in positions):
-        raise ConfigError("sink positions are one or more numbers from 0 on", got=tuple(positions))
+def _positions(positions: object) -> None:
+    if not isinstance(positions, tuple | list) or not positions:
+        raise ConfigError("sink positions are one or more whole numbers", got=repr(positions))
+    for position in positions:
+        _whole("a sink position", position)
+    if len(set(positions)) < len(positions):
+        raise ConfigError("a sink position is named twice", got=repr(positions))
+
+
+def _beyond(positions: Sequence[int], lengths: Sequence[int]) -> str | None:
+    last = max(positions)
+    short = min(lengths)
+    return f"a text of {short} tokens has no position {last}" if last >= short else None

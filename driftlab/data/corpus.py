@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, render
+from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, records, render, whole
 from driftlab.data.text import Text
 from driftlab.errors import DataError
 from driftlab.models import memory
@@ -245,7 +245,7 @@ def read_given(
         ``limit``; the line's number is given.
     """
     prompts = load_prompts(path)
-    responses = _responses(Path(path))
+    responses = _responses(Path(path).read_bytes(), str(path))
     texts: list[Text] = []
     total = 0
     for prompt, (number, response) in zip(prompts, responses, strict=True):
@@ -278,16 +278,15 @@ def read_given(
     return texts
 
 
-def _responses(path: Path) -> Iterator[tuple[int, str | None]]:
+def _responses(raw: bytes, where: str) -> Iterator[tuple[int, str | None]]:
     """(line number, response) of every line that holds a record; `load_prompts` checked them."""
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if not line.strip():
-            continue
-        record = json.loads(line)
+    for number, record in records(raw, where):
         answer = record.get("response")
         if answer is None:
             said = [m for m in record.get("messages", []) if m.get("role") == "assistant"]
             answer = said[0].get("content") if said else None
+        if isinstance(answer, str):
+            whole("response", answer, f"{where}, line {number}")
         yield number, answer if isinstance(answer, str) else None
 
 

@@ -161,7 +161,7 @@ def load_filler(source: str | Path, tokenizer: Any, tokens: int) -> str:
 def _parse(raw: bytes, *, stem: str, where: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     lines_of: dict[str, int] = {}
-    for number, record in _records(raw, where):
+    for number, record in records(raw, where):
         prompt = _prompt(record, stem, number, f"{where}, line {number}")
         if prompt.id in lines_of:
             raise DataError(
@@ -176,7 +176,8 @@ def _parse(raw: bytes, *, stem: str, where: str) -> list[Prompt]:
     return prompts
 
 
-def _records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank. Raises DataError for another line."""
     for number, line in enumerate(raw.split(b"\n"), start=1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
@@ -204,6 +205,16 @@ def _records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 remedy='Each line must be one JSON object, such as {"prompt": "..."}.',
             )
         yield number, record
+
+
+def whole(what: str, value: str, where: str) -> None:
+    """Raise DataError for half a surrogate pair in ``value``."""
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise DataError(
+            f"{where}: {what} holds half a surrogate pair, which no text encoding has",
+            got=f"{value!r:.60}",
+            remedy="Write such characters as UTF-8, or as both halves.",
+        )
 
 
 def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Prompt:
@@ -240,12 +251,7 @@ def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Promp
             remedy="Give a word, or leave it out.",
         )
     for what, value in ((field, text), ("system", system or ""), ("category", category)):
-        if any("\ud800" <= c <= "\udfff" for c in value):
-            raise DataError(
-                f"{where}: {what} holds half a surrogate pair, which no text encoding has",
-                got=f"{value!r:.60}",
-                remedy="Write such characters as UTF-8, or as both halves.",
-            )
+        whole(what, value, where)
     name = _name(record, stem, number, where)
     return Prompt(re.sub(r"[^A-Za-z0-9._-]+", "-", name), category, text, system)
 

@@ -8,12 +8,13 @@ in the target, are thrown away; accepted positions get the target's true states.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from driftlab.errors import ContractError, DataError, NumericsError
+from driftlab.config import check_sampling, is_whole
+from driftlab.errors import ConfigError, ContractError, DataError, NumericsError
 from driftlab.models.drafter import Drafter, Memory
 from driftlab.models.target import Target
 from driftlab.results.hints import misconfigured
@@ -74,22 +75,34 @@ def speculate(
     At temperature 0 the result is the target's own greedy text. Above it, a greedy draft is
     accepted with the target's probability of it, and a sampled one by the rule of
     Leviathan et al. 2023 (arXiv 2211.17192); in both cases the text follows the target's
-    distribution exactly. Rounds near the target's context length draft fewer tokens.
+    distribution exactly. No round drafts more than ``max_new_tokens``, and rounds near the
+    target's context length draft fewer.
 
     Raises
     ------
+    ConfigError: an unknown ``draft``, or a temperature or seed that cannot be.
     ContractError: see `check_pair`; or a sampled draft at temperature 0.
     DataError: an empty or foreign prompt, prompt + new tokens beyond the target's context, or a
         depth or number of new tokens below 1.
     NumericsError: logits of either model are not finite; model, depth and position are named.
     """
+    if draft not in get_args(Draft):
+        raise ConfigError(
+            "unknown draft", got=draft, remedy=f"One of {', '.join(get_args(Draft))}."
+        )
     if draft == "sampled" and temperature == 0:
         raise ContractError("a sampled draft needs a temperature above 0")
-    if depth < 1 or max_new_tokens < 1 or temperature < 0:
+    if (
+        not (is_whole(depth) and is_whole(max_new_tokens))
+        or depth < 1
+        or max_new_tokens < 1
+        or temperature < 0
+    ):
         raise DataError(
             "speculation needs depth >= 1, max_new_tokens >= 1 and temperature >= 0",
             got=f"{depth}, {max_new_tokens}, {temperature}",
         )
+    check_sampling([temperature], seed)
     check_pair(target, drafter)
     target.check_tokens(prompt, what="the prompt", extra=max_new_tokens)
     rng = torch.Generator().manual_seed(seed)
@@ -106,7 +119,7 @@ def speculate(
         ended = tokens[-1] in target.eos_ids
         while len(tokens) < limit and not ended:
             anchor = len(tokens) - 2
-            room = min(depth, target.max_position - len(tokens))
+            room = min(depth, max_new_tokens, target.max_position - len(tokens))
             drafted, q = _draft(drafter, memory, tokens, aux, room, draft, temperature, rng)
             block = session.extend([tokens[-1], *drafted])
             if block.logits is None:

@@ -25,7 +25,7 @@ from driftlab.data.features import Features, FeatureStore, Item
 from driftlab.data.text import Text
 from driftlab.engines.cell import fault_of
 from driftlab.engines.pool import Progress, run_jobs
-from driftlab.engines.probe import measurable_anchors, sink_set
+from driftlab.engines.probe import check_sink, measurable_anchors, sink_set
 from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.models.checkpoints.load import load_drafter
 from driftlab.models.drafter import Drafter
@@ -281,6 +281,8 @@ def explain_run(
 ) -> Explained:
     """Explain the drafters of a finished run; writes ``explained.parquet`` into it.
 
+    Conditions are left out: what is explained are the drafters as they were trained.
+
     Texts and states are those that the run measured, from its cache; of the texts the headline's
     kind (sampled, given, greedy), without those that loop. Nothing that is there is changed.
 
@@ -304,18 +306,22 @@ def explain_run(
     inputs = manifest.get("inputs") or {}
     key = inputs.get("measure_states")
     cells = run.cells
-    done = list(cells.loc[cells["status"] == "done", "cell"])
+    cells = cells[(cells["status"] == "done") & (cells["axis"] == "trained")]
+    done = list(cells["cell"])
     missing = [c for c in done if not (path / "drafters" / c / "config.json").exists()]
     if missing or not done or key is None:
+        taken = (config.get("applied") or {}).get("drafters")
         raise RunError(
             f"{path} holds no drafters to explain",
             got=", ".join(missing[:3]) or None,
-            remedy="Give a run of `driftlab ablate` or `driftlab train`.",
+            remedy=f"Explain the run that trained them: {taken}."
+            if taken
+            else "Give a run of `driftlab ablate` or `driftlab train`.",
         )
     if spec is None:
         spec = ExplainSpec(sink=_sink(config))
     _check_depths(spec)
-    for row in cells.loc[cells["status"] == "done"].to_dict("records"):
+    for row in cells.to_dict("records"):
         folder = path / "drafters" / row["cell"]
         if other := fault_of(folder, row, run.drafter_of(row["cell"])):
             raise RunError(
@@ -401,6 +407,7 @@ def _chosen(features: Features, spec: ExplainSpec, limit: int | None) -> list[in
             f"no text has {spec.depth} tokens after a first generated one",
             remedy="Lower depth, or explain a run with longer texts.",
         )
+    check_sink(spec.sink, [len(features.texts[i].tokens) for i in headline])
     found = [i for i in headline if not features.texts[i].loops] or headline
     found.sort(key=lambda i: features.texts[i].prompt_id)
     if limit is None or limit >= len(found):

@@ -19,6 +19,7 @@ from driftlab.analysis.recorder import Columns, Recorder, received_mass
 from driftlab.config import MeasureSpec
 from driftlab.data.text import Text
 from driftlab.engines.anchors import unroll
+from driftlab.errors import ConfigError
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Teacher
 
@@ -126,6 +127,16 @@ def storable(columns: Columns) -> Columns:
         for name in ("logprob", "rank"):
             changed[name] = np.ma.array(columns[name], mask=absent)
     return changed
+
+
+def check_sink(sink: str | Sequence[int], lengths: Sequence[int]) -> None:
+    """Raise ConfigError for a sink position that a text of one of ``lengths`` does not have."""
+    if not isinstance(sink, str) and max(sink) >= min(lengths):
+        raise ConfigError(
+            f"sink position {max(sink)} is not in every text",
+            got=f"a text of {min(lengths)} tokens",
+            remedy="Name positions that all texts have: a sink that is not there holds no mass.",
+        )
 
 
 def sink_set(

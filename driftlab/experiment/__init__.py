@@ -25,13 +25,22 @@ from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
 from driftlab.data.features import Features, FeatureStore
+from driftlab.data.text import Text
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
+from driftlab.engines.probe import check_sink, measurable_anchors
 from driftlab.engines.ray_pool import run_jobs_on_ray
-from driftlab.errors import CheckpointError, DriftlabError, ResourceError, RunError
-from driftlab.experiment.applied import Given, applied_jobs, find_drafters, unchanged_jobs
+from driftlab.errors import CheckpointError, DataError, DriftlabError, ResourceError, RunError
+from driftlab.experiment.applied import (
+    Given,
+    applied_jobs,
+    check_conditions,
+    find_drafters,
+    unchanged_jobs,
+)
+from driftlab.experiment.checks import check_experiment
 from driftlab.experiment.plan import Plan
 from driftlab.experiment.texts import prompt_rows
 from driftlab.models import memory
@@ -66,6 +75,7 @@ def run_experiment(
     ------
     DriftlabError: of any kind. What was measured before stays, and the same command goes on.
     """
+    check_experiment(experiment)
     out = Path(out)
     cache = out.parent / "cache" if cache is None else Path(cache)
     manifest = {
@@ -94,9 +104,15 @@ def run_experiment(
         with run.stage("tables"):
             run.finish()
         if failed:
+            again = "Mend the cause, then run it again."
+            if experiment.applied is not None:
+                trained = experiment.applied.drafters or out
+                again += (
+                    f" Other settings need another --out; applied.drafters={trained} trains none."
+                )
             raise RunError(
                 f"{len(failed)} of {sum(map(len, phases))} cells failed: {_by_cause(failed)}",
-                remedy=f"The others are in the tables of {out}. Mend the cause, then run it again.",
+                remedy=f"The others are in the tables of {out}. {again}",
             )
         shutil.rmtree(out / "training", ignore_errors=True)
     return RunDirectory.open(out)
@@ -114,11 +130,15 @@ def _prepare(
     given = find_drafters(experiment, run.path)
     with run.stage("target"):
         plan = Plan(experiment, cache, quiet=quiet)
+    check_conditions(plan, given)
     if strict:
         refuse_assumptions(plan.provenance, owner=experiment.target.source)
     with run.stage("texts"):
         measure_texts, found = plan.texts()
+        used = [t for t in measure_texts if len(measurable_anchors(t, experiment.measure))]
+        check_sink(experiment.measure.sink, [len(text.tokens) for text in used])
         train_texts = plan.texts_to_learn() if given is None else []
+        warned = _learned_from(train_texts, measure_texts, strict=strict)
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):
         learned = plan.states(train_texts, "states to learn from") if train_texts else None
@@ -135,7 +155,10 @@ def _prepare(
         inputs["train_states"] = learned.key
         first = plan.training_jobs(run.path, frozen, learned, measured, rows)
         covered = first[0].row["coverage"]
-        told = {"supervised": plan.supervised(learned.texts, plan.vocabulary(learned.texts))}
+        told: dict[str, Any] = {
+            "supervised": plan.supervised(learned.texts, plan.vocabulary(learned.texts)),
+            **({"warnings": warned} if warned else {}),
+        }
     else:
         assert given is not None
         inputs["drafters"] = {drafter.cell: drafter.sha for drafter in given.drafters}
@@ -178,6 +201,21 @@ def _prepare(
         **notes,
     )
     return phases
+
+
+def _learned_from(learned: Sequence[Text], measured: Sequence[Text], *, strict: bool) -> list[str]:
+    """A warning when prompts are measured that were learned from.
+
+    ``strict``: DataError when they are most of them; short prompts may meet by chance.
+    """
+    prompts = {text.tokens[: text.prompt_len] for text in measured}
+    known = prompts & {text.tokens[: text.prompt_len] for text in learned}
+    if not known:
+        return []
+    said = f"{len(known)} of {len(prompts)} measured prompts were also learned from"
+    if strict and 2 * len(known) > len(prompts):
+        raise DataError(said, remedy="Name other prompts in text.measure_prompts.")
+    return [f"{said}: what is measured on them is no held-out number"]
 
 
 def _check_memory(

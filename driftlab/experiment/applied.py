@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.analysis.interventions import from_settings
-from driftlab.config import Condition, Experiment
+from driftlab.config import Condition, DrafterConfig, Experiment
 from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows
 from driftlab.engines.cell import FACTS, CellJob, fault_of
+from driftlab.engines.probe import check_sink, measurable_anchors
 from driftlab.errors import ConfigError, RunError
-from driftlab.experiment.plan import Plan
+from driftlab.experiment.plan import Plan, variants
 from driftlab.experiment.texts import prompt_rows
 from driftlab.files import file_hash
+from driftlab.models.checkpoints import stated_config
 from driftlab.models.target import Target
 from driftlab.results.records import RunDirectory
 
@@ -145,6 +147,53 @@ def unchanged_jobs(
     ]
 
 
+def check_conditions(plan: Plan, given: Given | None) -> None:
+    """Hold every condition against the drafters that it changes, before any text is written.
+
+    Raises ConfigError: one names variants that are not there, or does not fit a drafter.
+    """
+    applied = plan.experiment.applied
+    if applied is None:
+        return
+    contracts: list[tuple[str, DrafterConfig]]
+    if given is None:
+        plain = plan.drafter_config(None)
+        contracts = [
+            (v.name, plain.model_copy(update=v.switches)) for v in variants(plan.experiment)
+        ]
+    else:
+        contracts = [(d.row["variant"], stated_config(d.folder)) for d in given.drafters]
+    for condition in applied.conditions:
+        wanted = _wanted(condition, {name for name, _ in contracts})
+        for name, config in contracts:
+            if name not in wanted:
+                continue
+            try:
+                for one in condition.interventions:
+                    config = from_settings(one).fit(config)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"condition {condition.name} does not fit {name}: {error.what}",
+                    got=error.got,
+                    remedy="Correct it, or name the drafters that it is for in its variants.",
+                ) from None
+
+
+def _check_effect(plan: Plan, condition: Condition, features: Features) -> None:
+    """Refuse a condition whose rows would be those of the unchanged drafter."""
+    measure = plan.experiment.measure
+    texts = [t for t in features.texts if len(measurable_anchors(t, measure))]
+    lengths = [len(text.tokens) for text in texts]
+    check_sink(measure.sink, lengths)
+    for one in condition.interventions:
+        made = from_settings(one)
+        if why := made.idle(lengths, measure.depth):
+            raise ConfigError(
+                f"condition {condition.name}: {made} changes nothing, {why}",
+                remedy="It would be labelled as one that does: correct or remove it.",
+            )
+
+
 @dataclass
 class Changed:
     """Jobs of all conditions; ``notes`` and keys of ``states`` by condition, for the manifest."""
@@ -163,9 +212,11 @@ def applied_jobs(
     out, rows = Changed(), _TextRows(plan)
     for condition in applied.conditions:
         settings = tuple(dict(one) for one in condition.interventions)
-        made = [from_settings(one) for one in settings]  # before anything is computed
-        drafters = _chosen(condition, unchanged)
+        made = [from_settings(one) for one in settings]
+        wanted = _wanted(condition, {job.row["variant"] for job in unchanged})
+        drafters = [job for job in unchanged if job.row["variant"] in wanted]
         features, reference = _states(plan, condition, measured, rows)
+        _check_effect(plan, condition, features)
         out.states[condition.name] = features.key
         out.notes[condition.name] = {
             "interventions": [one.record() for one in made],
@@ -189,16 +240,15 @@ def applied_jobs(
     return out
 
 
-def _chosen(condition: Condition, unchanged: Sequence[CellJob]) -> list[CellJob]:
-    known = {job.row["variant"] for job in unchanged}
+def _wanted(condition: Condition, known: set[str]) -> set[str]:
+    """The variants that ``condition`` changes, of those that are measured."""
     if absent := sorted(set(condition.variants) - known):
         raise ConfigError(
             f"condition {condition.name} names variants that are not measured",
             got=", ".join(absent),
             remedy=f"Measured: {', '.join(sorted(known))}.",
         )
-    wanted = set(condition.variants) or known
-    return [job for job in unchanged if job.row["variant"] in wanted]
+    return set(condition.variants) or known
 
 
 class _TextRows:

@@ -70,13 +70,23 @@ class Variant:
             name += f"+steps{self.steps_scale:g}x"
         return f"{name}+lr{self.lr_scale:g}x" if self.lr_scale != 1 else name
 
+    @property
+    def switches(self) -> dict[str, Any]:
+        """The fields of a drafter's contract that the axes set."""
+        return {
+            "fusion_norm": self.fusion_norm,
+            "feedback": self.feedback,
+            "residual": self.residual,
+            "attention_gate": self.attention_gate,
+        }
+
     def training(self, base: TrainSpec) -> TrainSpec:
         """How this variant is trained, where ``base`` is the file's own way."""
         return base.model_copy(
             update={
                 "ttt": self.ttt,
                 "alignment": self.alignment,
-                "steps": max(1, round(self.steps_scale * base.steps)),
+                "steps": round(self.steps_scale * base.steps),
                 "lr": self.lr_scale * base.lr,
             }
         )
@@ -341,12 +351,6 @@ class Plan:
         found = []
         for seed, variant in itertools.product(experiment.seeds, variants(experiment)):
             name = cell_name(experiment, variant, seed)
-            switches = {
-                "fusion_norm": variant.fusion_norm,
-                "feedback": variant.feedback,
-                "residual": variant.residual,
-                "attention_gate": variant.attention_gate,
-            }
             row = {
                 "cell": name,
                 "variant": variant.name,
@@ -362,7 +366,7 @@ class Plan:
             }
             learning = Learning(
                 states=learned.key,
-                config=DrafterConfig.model_validate({**base.model_dump(), **switches}),
+                config=DrafterConfig.model_validate({**base.model_dump(), **variant.switches}),
                 draft_to_target=mapping,
                 seed=seed,
                 spec=variant.training(experiment.train),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from driftlab.config import Origin, Provenance, Sourced
+from driftlab.config import Origin, Provenance, Sourced, is_whole
 from driftlab.errors import ContractError, DataError, NumericsError
 from driftlab.models import attention, continuation, generation, wide
 from driftlab.models.anatomy import Anatomy, Forward
@@ -213,9 +213,15 @@ class Target(Anatomy):
             raise self._foreign("the batch", int(tokens.min()), int(tokens.max()))
 
     def check_tokens(self, tokens: Sequence[int], *, what: str, extra: int = 0) -> None:
-        """Raise DataError if ``tokens`` are empty, foreign, or too long with ``extra`` more."""
+        """Raise DataError if ``tokens`` are empty, no ids, or too long with ``extra`` more."""
         if len(tokens) == 0:
             raise DataError(f"{what} is empty", remedy="Give at least one token.")
+        if odd := [t for t in tokens if not is_whole(t)]:
+            raise DataError(
+                f"{what} holds what is no token id",
+                got=repr(odd[0]),
+                remedy="Ids are whole numbers.",
+            )
         if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             raise self._foreign(what, min(tokens), max(tokens))
         if len(tokens) + extra > self.max_position:

@@ -63,6 +63,7 @@ def lay_out(drafter: Drafter, dialect: Dialect, target: TargetLike | None) -> La
             (config.window_moves and bool(config.windows), "windows that move with the draft"),
             (config.attention_gate, "gated attention"),
             (config.fc_bias, "a bias in fc"),
+            (len({*config.boundaries}) < len(config.boundaries), "a captured state twice"),
             (
                 config.rope.interleaved != (config.mla is not None),
                 "its pairing of rotated dimensions",
@@ -227,7 +228,6 @@ def _vllm(drafter: Drafter, target: TargetLike | None) -> Layout:
         (
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
-            (len({*config.boundaries}) < len(config.boundaries), "a captured state twice"),
             (_reorders(drafter), "draft ids of a full vocabulary in another order"),
         ),
     )
