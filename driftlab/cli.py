@@ -142,9 +142,15 @@ def train(
 def probe(
     target: Target,
     drafter: DrafterPath,
-    prompts: Annotated[str, typer.Option(help="Packaged set or .jsonl file.")] = "held-out",
+    prompts: Annotated[
+        str,
+        typer.Option(help="held-out, train, micro (target micro only) or a .jsonl file."),
+    ] = "held-out",
     depth: Annotated[int, typer.Option(min=1, help="Drafted tokens of a chain.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the measured text.")] = 0.0,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, help="Of the measured text; 0 is greedy, which loops on small models."),
+    ] = 0.0,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts at a time; memory grows with it.")] = 16,
@@ -443,13 +449,22 @@ def merge(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    out: Annotated[Path | None, typer.Option(help="The page; report.html in the run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page, a .html file; report.html in the run.")
+    ] = None,
 ) -> None:
     """Write the one-page report of a run."""
     from driftlab.results.records import RunDirectory
     from driftlab.results.report import write_report
 
-    typer.echo(str(write_report(RunDirectory.open(run), out or run / "report.html")))
+    out = out or run / "report.html"
+    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
+        raise ConfigError(
+            "the page would not be a .html file",
+            got=out,
+            remedy="Give --out a name that ends in .html; nothing else is written over.",
+        )
+    typer.echo(str(write_report(RunDirectory.open(run), out)))
 
 
 def _cores() -> int:
@@ -505,11 +520,14 @@ def _run(
     from driftlab.engines.cell import follow
     from driftlab.engines.distributed import Ranks
     from driftlab.experiment import run_experiment
+    from driftlab.experiment.checks import unmeasured
 
     ranks = Ranks.joined()
     if ranks.rank:  # one of `accelerate launch`: it helps the first, which owns the run
         follow(ranks)
         raise typer.Exit
+    for said in unmeasured(spec):
+        typer.echo(f"warning: {said}")
     try:
         run = run_experiment(spec, out, strict=strict, command=command, ray=ray, ranks=ranks)
     finally:
@@ -564,7 +582,8 @@ def _finish(run: RunDirectory) -> None:
         typer.echo(f"precision: {said}")
     if (share := run.manifest.get("supervised")) is not None:
         typer.echo(f"supervised: {share:.1%} of the tokens to learn from")
-    for said in [*run.manifest.get("differs", []), *hints(tables)]:
+    warned = [*run.manifest.get("warnings", []), *run.manifest.get("differs", [])]
+    for said in [*warned, *hints(tables)]:
         typer.echo(f"warning: {said}")
     typer.echo("")
     typer.echo(_table(summary_table(without_conditions(tables))))
