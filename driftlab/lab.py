@@ -34,6 +34,7 @@ from driftlab.config import (
     Provenance,
     Sourced,
     TargetSpec,
+    check_sampling,
     refuse_assumptions,
 )
 from driftlab.data.corpus import Source, Writing, sources, write_corpus
@@ -45,7 +46,13 @@ from driftlab.engines.chain import Draft, Speculation, check_pair, speculate
 from driftlab.engines.explain import explain_features
 from driftlab.engines.habitat import differences, statistics_of
 from driftlab.engines.precision import against_float32
-from driftlab.engines.probe import measurable_anchors, probe, storable, target_probabilities
+from driftlab.engines.probe import (
+    check_sink,
+    measurable_anchors,
+    probe,
+    storable,
+    target_probabilities,
+)
 from driftlab.errors import ConfigError, DataError
 from driftlab.experiment.texts import (
     MICRO,
@@ -290,7 +297,7 @@ class Lab:
 
     def speculate(
         self,
-        prompt: str | Prompt | Sequence[int],
+        prompt: str | Prompt | Sequence[int] | torch.Tensor,
         *,
         depth: int = 8,
         max_new_tokens: int = 64,
@@ -308,7 +315,7 @@ class Lab:
             (source,) = self._sources([prompt], rendering, max_new_tokens)
             tokens = list(source.tokens)
         else:
-            tokens = list(prompt)
+            tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
         return speculate(
             self.target,
             self.drafter,
@@ -337,10 +344,11 @@ class Lab:
         the functions of :mod:`driftlab.analysis.attribution` take. See :meth:`probe` for the
         parameters.
         """
+        temperatures = _temperatures(temperature, seed)
         found = self._sources(prompts, rendering, max_new_tokens)
         return self._states(
             spread(found, limit),
-            _temperatures(temperature),
+            temperatures,
             max_new_tokens,
             seed,
             batch,
@@ -352,7 +360,7 @@ class Lab:
         *,
         depth: int = 8,
         temperature: float | Sequence[float] = 0.0,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = 128,
         modes: Sequence[Literal["free", "forced"]] = ("free", "forced"),
         limit: int | None = None,
         sink: Literal["first", "auto"] | tuple[int, ...] = "first",
@@ -374,7 +382,8 @@ class Lab:
         prompts: ``held-out``, ``train``, ``micro`` or a ``.jsonl`` file; or a list of Prompts
             and of strings, each one user turn.
         depth: how deep every chain drafts.
-        temperature: of the text, 0 is greedy; or both, as in ``(0.0, 1.0)``.
+        temperature: of the text; or both, as in ``(0.0, 1.0)``. 0 is greedy, which loops on small
+            models: loops flatter a drafter.
         max_new_tokens: longest continuation; only anchors with ``depth`` tokens after the
             newest one are measured.
         modes: chains that read their own drafts (free), or the text's tokens (forced).
@@ -403,7 +412,7 @@ class Lab:
             raise ConfigError(
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}", got=first["input"]
             ) from None
-        temperatures = _temperatures(temperature)
+        temperatures = _temperatures(temperature, seed)
         found = self._sources(prompts, rendering, max_new_tokens)
         found = spread(found, limit)
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
@@ -416,6 +425,7 @@ class Lab:
             "--batch",
         )
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
+        self._check_effect(features, spec)
         cell, condition = self._named(rendering)
         pieces = self._measure(features, spec, cell, batch, shapley)
         pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
@@ -548,6 +558,20 @@ class Lab:
             progress="states of the target",
         )
 
+    def _check_effect(self, features: Features, spec: MeasureSpec) -> None:
+        """Refuse a sink that a text does not have, and an intervention that changes nothing."""
+        texts = [text for text in features.texts if len(measurable_anchors(text, spec))]
+        lengths = [len(text.tokens) for text in texts]
+        if not lengths:
+            return  # said when it is measured
+        check_sink(spec.sink, lengths)
+        for one in self._applied:
+            if why := one.idle(lengths, spec.depth):
+                raise ConfigError(
+                    f"{one} changes nothing: {why}",
+                    remedy="It would be labelled as one that does: correct it or leave it out.",
+                )
+
     def _measure(
         self, features: Features, spec: MeasureSpec, cell: str, batch: int, shapley: bool
     ) -> dict[str, list[pa.Table]]:
@@ -630,10 +654,11 @@ class Lab:
         }
 
 
-def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
+def _temperatures(given: float | Sequence[float], seed: int) -> tuple[float, ...]:
     """At most one greedy and one sampled text for each prompt: tables tell them apart by that."""
     found = tuple(given) if isinstance(given, Sequence) else (given,)
-    if not found or any(t < 0 for t in found) or len({t > 0 for t in found}) < len(found):
+    check_sampling(found, seed)
+    if not found or len({t > 0 for t in found}) < len(found):
         raise ConfigError(
             "temperature takes 0 (greedy), one value above 0 (sampled), or both", got=found
         )

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 
 import driftlab
 from driftlab.analysis.attribution import shapley
-from driftlab.analysis.interventions import noise, pin_norm, swap_norm
+from driftlab.analysis.interventions import knock_out_sink, noise, pin_norm, swap_norm
 from driftlab.config import DrafterConfig, Origin, Sourced
 from driftlab.data.grammar import VOCABULARY, WordTokenizer
 from driftlab.data.prompts import Prompt, Rendering
@@ -282,6 +282,14 @@ def test_another_rendering_is_an_applied_change(lab: Lab) -> None:
         ({"depth": 0}, ConfigError, "depth"),
         ({"modes": ("guided",)}, ConfigError, "modes"),
         ({"depth": 12}, DataError, "Raise max_new_tokens"),
+        ({"temperature": float("nan")}, ConfigError, "finite"),
+        ({"temperature": 1e-40}, ConfigError, "from 0.0001 on"),
+        ({"temperature": True}, ConfigError, "finite"),
+        ({"seed": 2**70}, ConfigError, "seed"),
+        ({"seed": 0.5}, ConfigError, "seed"),
+        ({"sink": (0, 0)}, ConfigError, "twice"),
+        ({"sink": ()}, ConfigError, "empty"),
+        ({"sink": (0, 500)}, ConfigError, "sink position 500 is not in every text"),
     ],
 )
 def test_impossible_settings(
@@ -309,7 +317,47 @@ def test_speculation_says_what_the_target_says(lab: Lab) -> None:
         assert lab.speculate(prompt, depth=3, max_new_tokens=8).tokens == said.tokens
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"draft": "Greedy"}, ConfigError, "unknown draft .*Greedy"),
+        ({"draft": "x", "temperature": 1.0}, ConfigError, "greedy, sampled"),
+        ({"temperature": float("nan")}, ConfigError, "finite"),
+        ({"temperature": float("inf")}, ConfigError, "finite"),
+        ({"temperature": 1e-40}, ConfigError, "from 0.0001 on"),
+        ({"seed": 2**70}, ConfigError, "seed"),
+        ({"seed": -1}, ConfigError, "seed"),
+        ({"depth": 1.5}, DataError, "depth >= 1"),
+    ],
+)
+def test_impossible_speculation(
+    lab: Lab, change: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        lab.speculate([0, 5, 6, 7], **{"depth": 2, "max_new_tokens": 6, **change})
+
+
+@pytest.mark.parametrize("prompt", [[0, 5.5], [0, True], [0, "6"]])
+def test_what_is_no_token_id_is_refused(lab: Lab, prompt: list[Any]) -> None:
+    with pytest.raises(DataError, match="no token id"):
+        lab.speculate(prompt, depth=2, max_new_tokens=6)
+
+
+def test_no_round_drafts_more_than_what_is_asked_for(lab: Lab) -> None:
+    said = lab.speculate([0, 5, 6, 7], depth=100_000, max_new_tokens=6)
+    assert {len(one.drafted) for one in said.rounds} <= set(range(1, 7))
+    assert said.tokens == lab.speculate([0, 5, 6, 7], depth=2, max_new_tokens=6).tokens
+
+
 # -- hooks and interventions
+
+
+def test_an_intervention_that_changes_nothing_is_no_condition(lab: Lab) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"changes nothing: a text of .* has no position 500"),
+        lab.intervene(knock_out_sink(positions=(500,))),
+    ):
+        lab.probe(PROMPTS, **SETTINGS)
 
 
 def test_a_hook_reads_and_replaces(lab: Lab, plain: ProbeRun) -> None:
@@ -391,8 +439,12 @@ def test_runs_stand_beside_each_other(lab: Lab, plain: ProbeRun) -> None:
     assert labels[:2] == ["none+pre_norm", "none+pre_norm, pin_norm() (applied)"]
     with pytest.raises(DataError, match="same cell"):
         plain.beside(plain)
-    with pytest.raises(DataError, match="different texts"):
+    with pytest.raises(DataError, match=r"measure\.depth: 3 and 2"):
         plain.beside(shorter)
+    with lab.intervene(pin_norm()):
+        for change in ({"sink": (0, 1)}, {"recent": 1}, {"seed": 1}):
+            with pytest.raises(DataError, match=f"not measured alike .*{next(iter(change))}"):
+                plain.beside(lab.probe(PROMPTS, **{**SETTINGS, **change}))
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,17 @@ class ProbeRun:
     def beside(self, *others: ProbeRun) -> ProbeRun:
         """This run and ``others`` as one, to be drawn in one figure, paired by prompt.
 
-        Raises DataError when they measured other texts, or hold the same cell twice.
+        Raises DataError when they measured other texts, or measured them otherwise (depth, sink,
+        recent keys, target), or hold the same cell twice.
         """
         for other in others:
+            if apart := _unlike(self.manifest, other.manifest):
+                raise DataError(
+                    "the runs were not measured alike",
+                    got=", ".join(apart),
+                    remedy="Probe with the same settings; only the drafter or its interventions "
+                    "may differ.",
+                )
             if not self._arrow["prompts"].equals(other._arrow["prompts"]):
                 raise DataError(
                     "the runs were measured on different texts or anchors",
@@ -99,7 +107,11 @@ class ProbeRun:
         for key, place in (("interventions", config), ("drafters", inputs)):
             name = "config" if place is config else "inputs"
             place[key] = {k: v for run in runs for k, v in run.manifest[name][key].items()}
-        return ProbeRun(arrow, {**self.manifest, "config": config, "inputs": inputs})
+        told = [line for run in runs for line in run.manifest.get("differs") or []]
+        differs = list(dict.fromkeys(told))
+        return ProbeRun(
+            arrow, {**self.manifest, "config": config, "inputs": inputs, "differs": differs}
+        )
 
     def save(self, path: str | Path) -> RunDirectory:
         """Store the run in a folder; ``driftlab.load_run`` and the command line read it.
@@ -141,6 +153,16 @@ class ProbeRun:
         shown = ["correct", "sink", "draft_mass", "self_mass", "entropy", "rms_state_pre"]
         shown += ["rms_feedback", "tv"]
         return frame.groupby(["cell", "text", "mode", "depth"])[shown].mean()
+
+
+def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Settings that the rows of a probe depend on beside its drafter, where the two differ."""
+    measure = [manifest["config"]["measure"] for manifest in (first, other)]
+    pairs = {f"measure.{n}": [m.get(n) for m in measure] for n in {**measure[0], **measure[1]}}
+    for name in ("temperatures", "max_new_tokens", "seed"):
+        pairs[name] = [manifest["config"].get(name) for manifest in (first, other)]
+    pairs["target"] = [str(m["inputs"]["target"])[:12] for m in (first, other)]
+    return [f"{n}: {a} and {b}" for n, (a, b) in sorted(pairs.items()) if a != b]
 
 
 def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
