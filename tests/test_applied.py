@@ -209,7 +209,10 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         *(
             ((f'applied.conditions=[{{name="x", interventions=[{{{one}}}]}}]',), ConfigError, said)
             for one, said in (
-                ('kind="drop_layer", layer=7', "x does not fit none.post_norm: .*3 captured states"),
+                (
+                    'kind="drop_layer", layer=7',
+                    "x does not fit none.post_norm: .*3 captured states",
+                ),
                 ('kind="drop_layer", layer=true', "layer must be a whole number"),
                 ('kind="noise", alpha=1, seed=1.5', "seed must be a whole number"),
                 ('kind="noise", alpha=true', "alpha must be a finite number"),
@@ -398,7 +401,7 @@ def test_conditions_are_compared_on_the_texts_that_they_were_measured_on() -> No
     assert f"{plain} and {plain}/bare are not alike" in str(error.value)
     noisy = compare(plain, f"{plain}/noisy")
     assert noisy.basis.startswith("sampled text (temperature 1), 3 prompts x 1 seed")
-    assert noisy.sentences == ("3 prompts cannot give a p below 0.25.", *noisy.sentences[1:])
+    assert noisy.sentences[0].startswith("3 prompts are too few to show a difference among ")
     cool = compare(f"{plain}/cool", f"{run}:{small.CELLS[1]}/cool")
     assert cool.basis.startswith("sampled text (temperature 0.5), 3 prompts x 1 seed")
     side, kind, _ = one_side(f"{plain}/cool", None)
