@@ -76,7 +76,7 @@ def test_differences_are_paired_means(pre: RunDirectory, post: RunDirectory) -> 
     family = sum(not np.isnan(r.effect.p) for r in found.rows)
     assert growth.p == pytest.approx(family * 2**-7), "eight prompts, all on one side"
     assert not growth.shown
-    assert "growth 1-8, state goes from" in str(found)
+    assert f"8 prompts are too few to show a difference among {family} comparisons" in str(found)
     cell: Any = found.table().loc[("none+post_norm against none+pre_norm", "sink @8"), "b"]
     assert cell.n == 8
 
@@ -85,7 +85,7 @@ def test_differences_are_paired_means(pre: RunDirectory, post: RunDirectory) -> 
     ("prompts", "said"),
     [
         (1, "one prompt: no test."),
-        (5, "5 prompts cannot give a p below 0.062."),
+        (5, "5 prompts are too few to show a difference among "),
         (12, "growth 1-8, state goes from "),
     ],
 )

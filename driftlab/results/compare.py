@@ -114,6 +114,7 @@ class Comparison:
     def sentences(self) -> tuple[str, ...]:
         """The differences that survive the correction, then what else was looked at."""
         out = []
+        family = sum(not math.isnan(row.p) for row in self.rows)
         for side_a, side_b in self.pairs:
             pair = _pair_name(side_a, side_b)
             rows = [row for row in self.rows if row.pair == pair]
@@ -127,8 +128,9 @@ class Comparison:
             n = max((row.effect.n for row in rows), default=0)
             if n < 2:
                 out.append(f"{prefix}one prompt: no test.")
-            elif p_floor(n) >= ALPHA:
-                out.append(f"{prefix}{n} prompts cannot give a p below {p_floor(n):.2g}.")
+            elif p_floor(n) * family >= ALPHA and any(row.effect.differs for row in rows):
+                few = f"{n} prompts are too few to show a difference among {family} comparisons"
+                out.append(f"{prefix}{few}.")
             elif len(rest) == len(rows):
                 out.append(f"{prefix}no measure differs beyond chance.")
             elif rest:
