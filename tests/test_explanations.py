@@ -29,7 +29,7 @@ from driftlab.results.shards import make_table
 from driftlab.results.stats import estimate
 
 DEPTHS = (1, 2, 4)
-PROMPTS = synthetic_run.prompt_names(10)
+PROMPTS = synthetic_run.prompt_names(12)
 FEEDBACK = ("pre_norm", "post_norm")
 
 
@@ -136,7 +136,7 @@ def test_cubes_hold_the_rows(agreed: Explained) -> None:
     assert [g.label for g in agreed.groups] == ["none+pre_norm", "none+post_norm"]
     assert (agreed.seeds, agreed.depths, agreed.prompts) == ((0, 1), DEPTHS, tuple(PROMPTS))
     cube = agreed.cube("effect", "draft_mass")
-    assert cube.shape == (2, 2, 10, 3)
+    assert cube.shape == (2, 2, 12, 3)
     assert np.isnan(cube[..., :2]).all() and np.isfinite(cube[..., 2]).all()
     table = agreed.table
     row = table[
@@ -156,7 +156,7 @@ def test_estimates_are_those_of_the_statistics(agreed: Explained) -> None:
     assert mine.value == pytest.approx(values.mean())
     again = estimate(agreed.sample(group, "mass", "sink", 4), resamples=300)
     assert (mine.low, mine.high) == (again.low, again.high)
-    assert (mine.n, mine.seeds) == (10, 2)
+    assert (mine.n, mine.seeds) == (12, 2)
     difference = agreed.difference(group, ("mass", "sink"), ("mass", "generated"), 4)
     other = agreed.cube("mass", "generated")[0, :, :, 2]
     assert difference.value == pytest.approx((values - other).mean())
@@ -168,7 +168,7 @@ def test_layers_stand_in_order(agreed: Explained) -> None:
 
 def test_the_basis_says_what_was_left_out(agreed: Explained) -> None:
     assert agreed.basis == (
-        "forced chains on sampled text, 10 prompts x 2 seeds, up to 7 anchors a text; "
+        "forced chains on sampled text, 12 prompts x 2 seeds, up to 7 anchors a text; "
         "2 looping texts left out"
     )
     assert "one seed: training noise not counted" in made(seeds=(0,)).basis
@@ -333,10 +333,10 @@ def test_every_figure_draws_what_its_csv_holds(agreed: Explained) -> None:
     assert available(agreed) == list(EXPLAIN_FIGURES)
     for spec in EXPLAIN_FIGURES.values():
         frame = pd.read_csv(io.StringIO(spec.data(agreed).to_csv(index=False)))
-        assert frame["prompts"].max() == 10 and frame["seeds"].max() == 2
+        assert frame["prompts"].max() == 12 and frame["seeds"].max() == 2
         figure = spec.figure(frame)
         assert len([ax for ax in figure.axes if ax.get_visible()]) == 2
-        assert "10 prompts x 2 seeds; 2 looping" in spec.caption(frame)
+        assert "12 prompts x 2 seeds; 2 looping" in spec.caption(frame)
 
 
 def test_saved_figures_are_the_same_bytes_again(agreed: Explained, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_probe_is_refused_before_anything_is_written(
     source = Source("p", "chat", tuple(range(3, 9)), None)
     monkeypatch.setattr(Lab, "_sources", lambda *_: [source, source])
     monkeypatch.setattr(memory, "free_bytes", lambda: 1000)
-    with pytest.raises(ResourceError, match=r"^probing 2 texts of up to 70 tokens at once needs"):
+    with pytest.raises(ResourceError, match=r"^probing 2 texts of up to 134 tokens at once needs"):
         lab.probe(["a", "b"], batch=16)
     assert not (tmp_path / "cache").exists()
 

@@ -36,7 +36,7 @@ PAPER = ROOT / "papers" / "attention-drift"
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return make_run(
         tmp_path_factory.mktemp("run") / "r",
-        prompts=("p0", "p1", "p2", "p3"),
+        prompts=tuple(f"p{i}" for i in range(8)),
         seeds=(0, 1),
         texts=("sampled", "greedy"),
         manifest={"name": "norms-micro"},
@@ -353,14 +353,14 @@ def test_a_page_whose_run_is_missing_says_so(paper: Path) -> None:
 
 def test_a_page_holds_the_numbers_with_their_size(paper: Path) -> None:
     said = (paper / "t1" / "README.md").read_text()
-    assert "4 prompts x 2 seeds" in said
+    assert "8 prompts x 2 seeds" in said
     assert "agrees" in said
     rows = list(csv.DictReader(io.StringIO((paper / "t1" / "table.csv").read_text())))
     ours = [r for r in rows if r["base"] == "micro" and r["block"] == "statement"]
     assert {r["row"] for r in ours} == {"grows", "second", "third", "unbalanced"}
     grows = next(r for r in ours if r["row"] == "grows")
     assert float(grows["low"]) <= float(grows["value"]) <= float(grows["high"])
-    assert (grows["prompts"], grows["seeds"]) == ("4", "2")
+    assert (grows["prompts"], grows["seeds"]) == ("8", "2")
     drawn = pd.read_csv(paper / "t1" / "figures" / "t1.csv")
     assert {"base", "panel", "line", "x", "value", "low", "high", "prompts", "seeds"} <= {*drawn}
 

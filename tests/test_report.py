@@ -53,7 +53,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     return synthetic_run.make_run(
         tmp_path_factory.mktemp("run") / "r",
         seeds=(0, 1),
-        prompts=[*synthetic_run.prompt_names(7), EVIL],
+        prompts=[*synthetic_run.prompt_names(11), EVIL],
         anchors=8,
         loops=(EVIL,),
         manifest={"note": EVIL},
@@ -98,7 +98,7 @@ def test_the_first_sentence_is_the_growth_with_its_interval(found: list[Answer])
     assert after.value == pytest.approx(1, rel=0.02)
     effect = found[0].estimates["effect"]
     assert effect.value == pytest.approx(after.value / before.value)
-    assert effect.n == 7
+    assert effect.n == 11
     assert found[0].p["effect"] < 0.05
     assert str(found[0]) == found[0].sentence
 
@@ -234,7 +234,7 @@ def test_the_summary_is_what_the_slices_give(tables: Tables) -> None:
     expected = estimate(free.accepted_drafts(free.groups[2]), resamples=200)
     assert drafts.value == pytest.approx(expected.value)
     assert drafts.by_seed == pytest.approx(expected.by_seed)
-    assert "0.45 [0.45, 0.45], n=7" in frame.to_string()
+    assert "0.45 [0.45, 0.45], n=11" in frame.to_string()
 
 
 def test_other_text_is_summarised_apart(tables: Tables) -> None:
@@ -327,7 +327,7 @@ def test_the_page_fits_phone_and_paper(page: str) -> None:
 
 def test_looping_texts_are_flagged(page: str) -> None:
     text = Page(page).text
-    assert "2 of 16 texts loop" in text
+    assert "2 of 24 texts loop" in text
     assert f"{EVIL} (sampled)" in text
 
 
