@@ -82,8 +82,12 @@ LEAST_TEMPERATURE = 1e-4
 """Below it logits over the temperature leave float32."""
 
 
+def _samples(temperature: float) -> bool:
+    return temperature == 0 or temperature >= LEAST_TEMPERATURE
+
+
 def _sampled(temperature: float) -> float:
-    if 0 < temperature < LEAST_TEMPERATURE:
+    if not _samples(temperature):
         raise ValueError(f"a temperature is 0 (greedy) or at least {LEAST_TEMPERATURE:g}")
     return temperature
 
@@ -94,7 +98,7 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_sampled)]
 def check_sampling(temperatures: Iterable[float], seed: int) -> None:
     """Raise ConfigError for a temperature or a seed that no experiment file could hold."""
     for value in temperatures:
-        if not is_number(value) or not (value == 0 or value >= LEAST_TEMPERATURE):
+        if not is_number(value) or not _samples(value):
             raise ConfigError(
                 f"a temperature is 0 (greedy) or a finite number from {LEAST_TEMPERATURE:g} on",
                 got=value,

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from driftlab.analysis import attribution
-from driftlab.analysis.interventions import Intervention, apply
+from driftlab.analysis.interventions import Intervention, apply, first_idle
 from driftlab.config import (
     DrafterConfig,
     ExplainSpec,
@@ -49,6 +49,7 @@ from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import (
     check_sink,
     measurable_anchors,
+    measured_lengths,
     probe,
     storable,
     target_probabilities,
@@ -560,17 +561,13 @@ class Lab:
 
     def _check_effect(self, features: Features, spec: MeasureSpec) -> None:
         """Refuse a sink that a text does not have, and an intervention that changes nothing."""
-        texts = [text for text in features.texts if len(measurable_anchors(text, spec))]
-        lengths = [len(text.tokens) for text in texts]
-        if not lengths:
-            return  # said when it is measured
+        lengths = measured_lengths(features.texts, spec)
         check_sink(spec.sink, lengths)
-        for one in self._applied:
-            if why := one.idle(lengths, spec.depth):
-                raise ConfigError(
-                    f"{one} changes nothing: {why}",
-                    remedy="It would be labelled as one that does: correct it or leave it out.",
-                )
+        if found := first_idle(self._applied, lengths, spec.depth):
+            raise ConfigError(
+                f"{found[0]} changes nothing: {found[1]}",
+                remedy="It would be labelled as one that does: correct it or leave it out.",
+            )
 
     def _measure(
         self, features: Features, spec: MeasureSpec, cell: str, batch: int, shapley: bool

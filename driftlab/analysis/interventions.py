@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -456,6 +456,15 @@ KINDS: dict[str, type[Intervention]] = {
     )
 }
 """Interventions by the ``kind`` that an experiment file names."""
+
+
+def first_idle(
+    changes: Iterable[Intervention], lengths: Sequence[int], depth: int
+) -> tuple[Intervention, str] | None:
+    """The first of ``changes`` that is idle (:meth:`Intervention.idle`), and why; None: none is,
+    or there is no text to tell by."""
+    found = ((one, one.idle(lengths, depth)) for one in changes) if lengths else ()
+    return next(((one, why) for one, why in found if why), None)
 
 
 def from_settings(settings: Mapping[str, Any]) -> Intervention:

@@ -41,7 +41,8 @@ Progress = Callable[[int], None]
 DONE = "done"
 FACTS = ("n_parameters", "train_steps", "train_tokens", "train_loss", "train_seconds", "note")
 """Columns of ``cells`` that training fills."""
-_SWITCHES = ("fusion_norm", "feedback", "residual", "attention_gate")
+SWITCHES = ("fusion_norm", "feedback", "residual", "attention_gate")
+"""Fields of a drafter's contract that the axes set, and columns of ``cells``."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def fault_of(folder: Path, row: Mapping[Any, Any], known: str | None) -> str | N
         return error.cause
     if known is not None and known != file_hash(folder / CONFIG):
         return f"{folder} holds another drafter"
-    other = [name for name in _SWITCHES if getattr(contract, name) != row[name]]
+    other = [name for name in SWITCHES if getattr(contract, name) != row[name]]
     return f"{folder} holds a drafter of other {', '.join(other)}" if other else None
 
 

@@ -7,7 +7,7 @@ that the target generated, where a serving engine starts to draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,9 +129,17 @@ def storable(columns: Columns) -> Columns:
     return changed
 
 
+def measured_lengths(texts: Iterable[Text], spec: MeasureSpec) -> list[int]:
+    """Tokens of every text that has an anchor to measure."""
+    return [len(text.tokens) for text in texts if len(measurable_anchors(text, spec))]
+
+
 def check_sink(sink: str | Sequence[int], lengths: Sequence[int]) -> None:
-    """Raise ConfigError for a sink position that a text of one of ``lengths`` does not have."""
-    if not isinstance(sink, str) and max(sink) >= min(lengths):
+    """Raise ConfigError for a sink position that a text of one of ``lengths`` does not have.
+
+    Where there is no text, that is said when it is measured.
+    """
+    if lengths and not isinstance(sink, str) and max(sink) >= min(lengths):
         raise ConfigError(
             f"sink position {max(sink)} is not in every text",
             got=f"a text of {min(lengths)} tokens",

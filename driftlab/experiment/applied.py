@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from driftlab.analysis.interventions import from_settings
+from driftlab.analysis.interventions import first_idle, from_settings
 from driftlab.config import Condition, DrafterConfig, Experiment
 from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows
 from driftlab.engines.cell import FACTS, CellJob, fault_of
-from driftlab.engines.probe import check_sink, measurable_anchors
+from driftlab.engines.probe import check_sink, measured_lengths
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment.plan import Plan, variants
 from driftlab.experiment.texts import prompt_rows
@@ -182,16 +182,13 @@ def check_conditions(plan: Plan, given: Given | None) -> None:
 def _check_effect(plan: Plan, condition: Condition, features: Features) -> None:
     """Refuse a condition whose rows would be those of the unchanged drafter."""
     measure = plan.experiment.measure
-    texts = [t for t in features.texts if len(measurable_anchors(t, measure))]
-    lengths = [len(text.tokens) for text in texts]
+    lengths = measured_lengths(features.texts, measure)
     check_sink(measure.sink, lengths)
-    for one in condition.interventions:
-        made = from_settings(one)
-        if why := made.idle(lengths, measure.depth):
-            raise ConfigError(
-                f"condition {condition.name}: {made} changes nothing, {why}",
-                remedy="It would be labelled as one that does: correct or remove it.",
-            )
+    if found := first_idle(map(from_settings, condition.interventions), lengths, measure.depth):
+        raise ConfigError(
+            f"condition {condition.name}: {found[0]} changes nothing, {found[1]}",
+            remedy="It would be labelled as one that does: correct or remove it.",
+        )
 
 
 @dataclass

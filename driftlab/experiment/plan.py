@@ -26,7 +26,7 @@ from driftlab.data.corpus import Source, Writing, read_given, write_corpus
 from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows, store_rows
-from driftlab.engines.cell import CellJob, Learning
+from driftlab.engines.cell import SWITCHES, CellJob, Learning
 from driftlab.engines.habitat import record
 from driftlab.engines.probe import measurable_anchors
 from driftlab.engines.train import choose_vocabulary, supervised_share
@@ -73,12 +73,7 @@ class Variant:
     @property
     def switches(self) -> dict[str, Any]:
         """The fields of a drafter's contract that the axes set."""
-        return {
-            "fusion_norm": self.fusion_norm,
-            "feedback": self.feedback,
-            "residual": self.residual,
-            "attention_gate": self.attention_gate,
-        }
+        return {name: getattr(self, name) for name in SWITCHES}
 
     def training(self, base: TrainSpec) -> TrainSpec:
         """How this variant is trained, where ``base`` is the file's own way."""

@@ -21,12 +21,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from driftlab.config import ExplainSpec
 from driftlab.errors import RunError
+from driftlab.files import file_hash
 from driftlab.papers.drawing import draw as draw_panels
 from driftlab.papers.items import ITEMS
 from driftlab.papers.latex import page_csv, page_latex
@@ -324,7 +324,7 @@ def _store(table: pa.Table, path: Path) -> dict[str, Any]:
             use_byte_stream_split=floats,
             write_statistics=False,
         )
-    return {"rows": table.num_rows, "sha256": sha256(path.read_bytes()).hexdigest()}
+    return {"rows": table.num_rows, "sha256": file_hash(path)}
 
 
 def _note(manifest: Mapping[str, Any], folder: Path) -> None:
@@ -347,7 +347,7 @@ def changed_tables(run: RunDirectory) -> list[str]:
     return [
         path.name
         for path in sorted(run.path.glob("*.parquet"))
-        if sha256(path.read_bytes()).hexdigest() != hashes.get(path.stem)
+        if file_hash(path) != hashes.get(path.stem)
     ] + [f"{name}.parquet (missing)" for name in gone]
 
 

@@ -52,8 +52,14 @@ def stated_config(folder: Path) -> DrafterConfig:
 
     Raises CheckpointError: not a native folder.
     """
+    return _stated(folder)[0]
+
+
+def _stated(folder: Path) -> tuple[DrafterConfig, Mapping[str, Any]]:
+    """The contract, and the whole config that it stands in."""
     try:
-        return DrafterConfig.model_validate(read_json(folder / CONFIG)["config"])
+        stated = read_json(folder / CONFIG)
+        return DrafterConfig.model_validate(stated["config"]), stated
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"{folder / CONFIG} is not a drafter's of driftlab's own",
@@ -64,7 +70,7 @@ def stated_config(folder: Path) -> DrafterConfig:
 
 def verified_config(folder: Path) -> DrafterConfig:
     """`stated_config`, after both checksums of the folder were compared. Raises CheckpointError."""
-    config, stated = stated_config(folder), read_json(folder / CONFIG)
+    config, stated = _stated(folder)
     _check_weights(folder / WEIGHTS, stated)
     _check_contract(folder / CONFIG, stated)
     return config
