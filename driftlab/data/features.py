@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 from driftlab.data.text import Text
 from driftlab.errors import DataError, NumericsError, ResourceError
+from driftlab.files import file_hash
 from driftlab.models import memory
 from driftlab.models.anatomy import Shape
 from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
@@ -236,7 +237,7 @@ class FeatureStore:
             "last_state": LAST_STATE,
             "n_texts": len(texts),
             "n_tokens": total,
-            "texts_sha256": sha256((folder / "texts.parquet").read_bytes()).hexdigest(),
+            "texts_sha256": file_hash(folder / "texts.parquet"),
             "shards": [{**asdict(s), "sha256": digests[s.name]} for s in plan],
         }
         with atomic_file(folder / "manifest.json") as file:
@@ -417,7 +418,7 @@ class Features:
 
     def _verify_texts(self) -> None:
         texts = self._folder / "texts.parquet"
-        found = sha256(texts.read_bytes()).hexdigest() if texts.exists() else None
+        found = file_hash(texts) if texts.exists() else None
         if found != self.manifest["texts_sha256"]:
             raise self._damaged("texts.parquet")
 

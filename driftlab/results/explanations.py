@@ -5,7 +5,6 @@ docs/explain.md has the formula and the limits of every measure.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from driftlab.errors import DataError, RunError
+from driftlab.files import file_hash
 from driftlab.results.answers import ALPHA, Answer
 from driftlab.results.records import (
     RunDirectory,
@@ -164,8 +164,7 @@ class ExplainedFolder:
         shards = (read_shard(self._shard(*pair)) for pair in pairs)
         parts = (shard.table("explained") for shard in shards if shard is not None)
         rows = _write_parquet(self.table, "explained", parts)
-        digest = hashlib.sha256(self.table.read_bytes()).hexdigest()
-        self._note({**self.manifest, "table": {"rows": rows, "sha256": digest}})
+        self._note({**self.manifest, "table": {"rows": rows, "sha256": file_hash(self.table)}})
 
     def _note(self, facts: Mapping[str, Any]) -> None:
         with atomic_file(self.path / "manifest.json") as file:
