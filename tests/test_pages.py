@@ -20,10 +20,10 @@ from synthetic_run import make_run
 
 from driftlab.errors import ConfigError
 from driftlab.papers import committed, latex
-from driftlab.papers.drawing import looks
+from driftlab.papers.drawing import draw, looks
 from driftlab.papers.items import ITEMS, measure
 from driftlab.papers.note import compile_note
-from driftlab.papers.numbers import Numbers
+from driftlab.papers.numbers import Numbers, Panel
 from driftlab.papers.pages import Claim, Paper, fill, find_paper, judge
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.stats import Estimate, Sample, estimate, ratio
@@ -412,6 +412,31 @@ def test_latex_is_escaped_and_ruled() -> None:
     assert made.count(r"\midrule") == 1
     assert made.index(r"\toprule") < made.index(r"a\_b \\") < made.index(r"r & 1 \\")
     assert r"\caption{c \& d}" in made
+
+
+def test_a_drafter_looks_alike_under_either_name() -> None:
+    words = {
+        "neither": "none+pre_norm",
+        "fc_norm alone": "per_layer+pre_norm",
+        "post_norm alone": "none+post_norm",
+        "both": "per_layer+post_norm",
+        "concat alone": "concat+pre_norm",
+        "concat and post_norm": "concat+post_norm",
+    }
+    told, plain = looks(list(words)), looks(list(reversed(words.values())))
+    assert [told[name] for name in words] == [plain[label] for label in words.values()]
+
+
+def test_names_without_room_are_turned() -> None:
+    def angles(places: list[str]) -> set[float]:
+        rows = pd.DataFrame({"base": "micro", "panel": "acceptance", "line": "both", "x": places})
+        rows = rows.assign(value=1.0, low=0.5, high=1.5)
+        figure = draw(rows, [Panel("acceptance", "condition")], {"micro": "micro"})
+        return {label.get_rotation() for label in figure.axes[0].get_xticklabels()}
+
+    assert angles(["int4", "int8", "int4, own text", "int8, own text"]) == {0}
+    assert angles([f"temperature {t}" for t in (0.4, 0.6, 1.0, 1.4)]) == {35}
+    assert angles([f"state {i}" for i in range(9)]) == {35}
 
 
 def test_lines_of_one_figure_look_different() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDTH = 6.9
 """Inches; two columns of a paper."""
-_LEFT, _RIGHT, _TOP, _GAP = 0.55, 0.08, 0.25, 0.42
+_LEFT, _RIGHT, _TOP, _GAP = 0.62, 0.08, 0.25, 0.42
 _HEIGHT = {1: 2.1, 2: 1.7, 3: 1.55, 4: 1.4}
 
 # Okabe and Ito's colours; with dash and marker each line survives grey print.
@@ -34,6 +34,11 @@ _LOOKS: dict[str, tuple[str, str, Any]] = {
 }
 _SAME = {
     "none+pre_norm": "neither",
+    "per_layer+pre_norm": "fc_norm alone",
+    "none+post_norm": "post_norm alone",
+    "per_layer+post_norm": "both",
+    "concat+pre_norm": "concat alone",
+    "concat+post_norm": "concat and post_norm",
     "pre-norm": "neither",
     "pre-norm, plain": "neither",
     "pre-norm, pinned": "fc_norm alone",
@@ -79,7 +84,7 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
     following = [*shown[1:], None]
     named = [q is None or q.x != p.x for p, q in zip(shown, following, strict=True)]
     gaps = [
-        (_GAP if n else 0.22) + (0.55 if _many(frame, p) else 0.1) * (p.x == "condition")
+        (_GAP if n else 0.22) + (0.55 if _turned(_places(frame, p)) else 0.1) * (p.x == "condition")
         for p, n in zip(shown, named, strict=True)
     ]
     height = _TOP + row * len(shown) + sum(gaps) + legend
@@ -113,9 +118,17 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
     return figure
 
 
-def _many(frame: pd.DataFrame, panel: Panel) -> bool:
-    """The places of a panel are so many that their names are turned."""
-    return frame.loc[frame["panel"] == panel.name, "x"].nunique() > 4
+def _places(frame: pd.DataFrame, panel: Panel) -> list[str]:
+    return [str(x) for x in dict.fromkeys(frame.loc[frame["panel"] == panel.name, "x"])]
+
+
+def _broken(place: str) -> str:
+    return place.replace(", ", ",\n").replace(" + ", " +\n")
+
+
+def _turned(places: Sequence[str]) -> bool:
+    """The names of a panel's places have no room beside each other."""
+    return len(places) * max(len(row) for p in places for row in _broken(p).split("\n")) > 52
 
 
 _RC: dict[str, Any] = {
@@ -172,6 +185,8 @@ def _panel(ax: Axes, part: pd.DataFrame, panel: Panel, style: Mapping[str, Any])
         ax.set_xlabel("noise, times the RMS of what it is added to")
     elif panel.x.startswith("tokens"):
         ax.set_xticks(sorted(part["x"].unique()))
+    elif panel.x == "target layer":
+        ax.locator_params("x", integer=True)
     elif panel.x == "depth":
         last = int(part["x"].max())
         step = next(s for s in (1, 2, 4, 8, 16, 32) if last / s <= 8)
@@ -199,9 +214,8 @@ def _dots(ax: Axes, part: pd.DataFrame, style: Mapping[str, Any]) -> None:
             at, rows["value"], yerr=None if np.isnan(spread).all() else spread,
             color=colour, marker=marker, linestyle="none", elinewidth=0.9, capsize=2,
         )  # fmt: skip
-    turned: dict[str, Any] = {"rotation": 35, "ha": "right"} if len(places) > 4 else {}
-    names = [p.replace(", ", ",\n").replace(" + ", " +\n") for p in places]
-    ax.set_xticks(range(len(places)), names, **turned)
+    turned: dict[str, Any] = {"rotation": 35, "ha": "right"} if _turned(places) else {}
+    ax.set_xticks(range(len(places)), [_broken(p) for p in places], **turned)
     ax.set_xlim(-0.5, len(places) - 0.5)
     ax.grid(axis="x", visible=False)
 
