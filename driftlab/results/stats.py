@@ -21,7 +21,7 @@ from driftlab.errors import DataError
 LEVEL = 0.95
 RESAMPLES = 2000
 P_DRAWS = 9999
-"""Draws behind a p value: enough that a correction for 20 comparisons cannot hide an effect."""
+"""Draws behind a p value: their spread is right within 1 %."""
 _CHUNK = 1 << 22  # resampled means held at once
 
 
@@ -161,12 +161,17 @@ def estimate(
 
     Only (seed, prompt) pairs present in every sample count, so that differences are paired.
     A contrast that sums to 0 is a difference and gets a p value and the smallest effect.
-    p is twice the smaller share of draws on one side of 0, ``2 (tail + 1) / (draws + 1)``, and at
-    least :func:`p_floor` of the prompts that weigh in every sample; NaN when fewer than two do.
+    p is that of Student's t: the draws' spread, corrected for the n prompts that weigh in every
+    sample by ``sqrt(n / (n - 1))``, and n - 1 degrees of freedom, since draws of few prompts spread
+    too little (Hesterberg, The American Statistician 69, 2015, section 4). It is at least
+    :func:`p_floor`, and NaN when fewer than two prompts weigh. The smallest effect is what four in
+    five runs of this size would find at p < .05.
     n/a when all weights of a sample are 0. Draws of such weights are left out: the note says how
     many, and there is no interval when that is more than 5% of them.
     ``over_prompts`` asks for the interval with the seeds held fixed as well.
     """
+    from scipy.special import stdtr, stdtrit  # not needed to read a run
+
     samples = [samples] if isinstance(samples, Sample) else list(samples)
     coefficients = np.asarray(contrast, dtype=float)
     if len(coefficients) != len(samples):
@@ -212,15 +217,11 @@ def estimate(
     weighing = int((weights.sum(axis=1) > 0).sum(axis=1).min())
     if difference and weighing > 1:
         if flat:
-            p = 1.0 if value == 0 else 2 / (P_DRAWS + 1)
-        else:
-            draws = _finite(combine(*_draw_both(weighted, weights, P_DRAWS, seed)))
-            if len(draws) > 1:
-                tail = min((draws <= 0).sum(), (draws >= 0).sum())
-                p = min(1.0, 2 * (int(tail) + 1) / (len(draws) + 1))
-                spread = float(draws.std(ddof=1))
-                smallest = (1.959964 + 0.841621) * spread if spread > noise else math.nan
-        p = max(p, p_floor(weighing))
+            p = 1.0 if value == 0 else p_floor(weighing)
+        elif (spread := _spread(combine(*_draw_both(weighted, weights, P_DRAWS, seed)))) > noise:
+            spread *= math.sqrt(weighing / (weighing - 1))
+            p = max(p_floor(weighing), 2 * float(stdtr(weighing - 1, -abs(value) / spread)))
+            smallest = float(stdtrit(weighing - 1, [0.975, 0.8]).sum()) * spread
     notes = [note] if note else []
     drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
     notes.append(f"{count(n, n_seeds)}, drawn: {drawn_units}")
@@ -332,6 +333,11 @@ def _mean(sample: Sample) -> float:
 
 def _finite(draws: np.ndarray) -> np.ndarray:
     return draws[np.isfinite(draws)]  # a draw of prompts without any opportunity has no mean
+
+
+def _spread(draws: np.ndarray) -> float:
+    kept = _finite(draws)
+    return float(kept.std(ddof=1)) if len(kept) > 1 else 0.0
 
 
 MOST_LOST = 0.05
