@@ -601,6 +601,11 @@ def test_qk_norms_and_a_class_that_has_them(read: Read) -> None:
         read(config, tensors | both)
     with pytest.raises(CheckpointError, match="k_norm"):
         read(config, tensors | dict(list(both.items())[:1]))
+    # Without a class the tensors decide, where speculators and vLLM disagree.
+    del config["transformer_layer_config"]["model_type"]
+    assert torch.equal(chain(read(config, tensors)), reference(read))
+    assert torch.equal(chain(read(config, tensors | both)), chain(drafter))
+    assert read(config, tensors).provenance["model_type"].origin is Origin.assumed
 
 
 @pytest.mark.parametrize("style", ["layers", "midlayer", "hidden_norm"])
@@ -807,6 +812,42 @@ def test_rotations_that_ignore_their_config(read: Read) -> None:
     assert rope.theta == pytest.approx(1e4 * stretch ** (HEAD / (HEAD - 2)))
 
 
+RATES = [1.0, 0.17787811160087585, 0.012500000186264515, 0.0039528473280370235]
+
+
+@pytest.mark.parametrize("unread", [{}, {"attention_factor": 1.4}, {"truncate": False}])
+def test_yarn_of_trainers_with_a_rotation_of_their_own(read: Read, unread: Config) -> None:
+    """Rates and magnitude of SpecForge 0.2.0's rotation, which transformers' would not give."""
+    block = {
+        **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0},
+        **{"original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 2},
+        **{"mscale": 1, "mscale_all_dim": 0, **unread},
+    }
+    config, tensors = spell("specforge")
+    del config["rope_theta"]
+    layer: Any = read(config | {"rope_parameters": block}, tensors).layers[0]
+    table = layer.self_attn.rotary.table
+    want = torch.tensor(RATES)
+    torch.testing.assert_close(table.inv_freq, want, rtol=1e-6, atol=0)
+    assert table.attention_scaling == pytest.approx(1.2079441547393799)
+    if unread:
+        config, tensors = plain(rope_parameters=block, rope_theta=None)
+        layer = read(config, tensors).layers[0]
+        other = layer.self_attn.rotary.table
+        moved = not torch.allclose(other.inv_freq, want, rtol=1e-3)
+        assert moved or other.attention_scaling == 1.4
+
+
+def test_a_type_beside_its_alias_is_no_contradiction(read: Read) -> None:
+    block = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 1, 1]}
+    drafter = read(*plain(rope_scaling=block))
+    assert not any("differ" in note for note in drafter.provenance["notes"].value)
+    # AngelSlim trains this type with the config's base, and every other with 10,000.
+    config, tensors = spell("angelslim")
+    config |= {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+    assert read(config, tensors).provenance["rope.theta"].origin is Origin.read
+
+
 def test_overrides(read: Read) -> None:
     config, tensors = plain()
     drafter = read(config, tensors, overrides={"rope.theta": 5e5, "feedback": "post_norm"})
@@ -912,6 +953,31 @@ def test_low_rank_attention_against_transformers(
     assert drafter.config.rope.interleaved
 
 
+@pytest.mark.parametrize(
+    "ids,names,boundaries,origin",
+    [
+        # The trainer's ids are outputs; its export for vLLM adds one and renames midlayer.
+        ([1, 4, 6], "midlayer", (2, 5, 7), Origin.derived),
+        ([1, 4, 6], "layers.0", (2, 5, 7), Origin.assumed),
+        ([2, 5, 7], "layers.0", (2, 5, 7), Origin.assumed),
+        ([3, 4, 9], "layers.0", (4, 5, 10), Origin.assumed),
+    ],
+)
+def test_ids_of_kimi_exports(
+    read: Read, ids: list[int], names: str, boundaries: tuple[int, ...], origin: Origin
+) -> None:
+    tensors = mid(low_rank()) if names == "midlayer" else low_rank()
+    drafter = read(kimi(model_type="kimi_k2", eagle_config={IDS: ids}), tensors)
+    assert drafter.config.boundaries == boundaries
+    assert drafter.provenance["boundaries"].origin is origin
+
+
+def test_low_rank_attention_without_rotation_is_refused(read: Read) -> None:
+    assert read(kimi(mla_use_nope=False), low_rank()).config.mla is not None
+    with pytest.raises(CheckpointError, match="mla_use_nope is on"):
+        read(kimi(mla_use_nope=True), low_rank())
+
+
 def test_automodel_leaves_the_softmax_alone(read: Read) -> None:
     config = kimi(rope_scaling=KIMI_YARN, architectures=["DeepseekV3Eagle3DraftModel"])
     drafter = read(config, {f"model.{n}": t for n, t in low_rank().items()}, boundaries=DEFAULT)
@@ -934,8 +1000,9 @@ def test_full_vocabularies(read: Read) -> None:
     want = read(config, tensors)
     assert torch.equal(want.draft_to_target, torch.arange(V))
     zero = {"d2t": torch.zeros(V, dtype=torch.long), "t2d": torch.ones(V, dtype=torch.bool)}
+    never_filled = zero | {"t2d": torch.zeros(V, dtype=torch.bool)}
     for said in (config, config | {"draft_vocab_size": None}):
-        for extra in ({}, zero):
+        for extra in ({}, zero, never_filled):
             assert torch.equal(chain(read(said, tensors | extra)), chain(want))
 
 
@@ -1149,6 +1216,13 @@ def test_a_side_file_with_code_is_refused(tmp_path: Path) -> None:
 # Bad files ------------------------------------------------------------------------------------
 
 
+def as_safeailab_wrote(eagle1: Tensors) -> Tensors:
+    """EAGLE-1 and 2 have neither a norm before attention nor a final one, and no head."""
+    gone = ("norm.weight", "lm_head.weight", "draft_id_to_target_id")
+    layer = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight")
+    return without(eagle1, *gone, *layer) | {"fc.bias": random(H)}
+
+
 def test_other_kinds_are_refused_by_name(read: Read) -> None:
     config, tensors = plain()
     eagle1 = tensors | {
@@ -1167,7 +1241,9 @@ def test_other_kinds_are_refused_by_name(read: Read) -> None:
         ("DSpark", config | {"dspark_target_layer_ids": [1, 2]}, tensors),
         ("early-stop", config, tensors | {"fc.weight": random(H + 1, 3 * H)}),
         ("dflash", {"speculators_model_type": "dflash"}, tensors),
-        ("eagle'", {"speculators_model_type": "eagle"}, tensors),
+        ("EAGLE-1/2", {"speculators_model_type": "eagle"}, tensors),
+        ("EAGLE-1/2", sizes(architectures=["LlamaForCausalLM"]), as_safeailab_wrote(eagle1)),
+        ("MTP", sizes(), {"mtp.fc.weight": random(H, 2 * H), "mtp.norm.weight": random(H)}),
     ]
     for name, said, held in kinds:
         with pytest.raises(CheckpointError, match=f"(?i){name}"):
@@ -1185,7 +1261,7 @@ def test_nothing_is_skipped_or_filled_in(read: Read) -> None:
     assert "missing: layers.0.hidden_norm.weight" in str(caught.value)
     assert "unknown: layers.0.hidden_nrom.weight" in str(caught.value)
     ignored = {
-        "verifier_norm.weight": random(H),
+        "verifier_norm.weight": torch.full((H,), float("nan")),  # as speculators begins
         "layers.0.self_attn.rotary_emb.inv_freq": random(4),
     }
     assert torch.equal(chain(read(config, tensors | ignored)), reference(read))
@@ -1274,6 +1350,7 @@ def test_quantised_files(read: Read) -> None:
     config, tensors = plain()
     with pytest.raises(CheckpointError, match="quantised"):
         read(config | {"quantization_config": {"quant_algo": "FP8"}}, tensors)
+    assert torch.equal(chain(read(config | {"quantization_config": {}}, tensors)), reference(read))
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         read(config, tensors)

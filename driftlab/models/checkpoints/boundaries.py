@@ -53,7 +53,7 @@ def _listed(
     if written != sorted(set(written)):
         ledger.note(f"{IDS} {written} was sorted; states are concatenated ascending")
     ids = sorted(set(written))
-    convention, origin, why = _convention(sheet, top, nested)
+    convention, origin, why = _convention(sheet, top, nested, n)
     if convention == "output" and n is not None and ids[-1] == n:
         convention, origin = "entry", Origin.derived
         why = f"{ids} counted as blocks leaves the target's {n} layers"
@@ -75,7 +75,7 @@ def _listed(
 
 
 def _convention(
-    sheet: Sheet, top: list[int] | None, nested: list[int] | None
+    sheet: Sheet, top: list[int] | None, nested: list[int] | None, n: int | None
 ) -> tuple[str, Origin, str]:
     """Section 2.3: what an id means depends on where it stands and who wrote it."""
     if top is not None:
@@ -85,6 +85,14 @@ def _convention(
             )
         known = sheet.dialect is Dialect.speculators or nested == top
         return "entry", Origin.read if known else Origin.assumed, "list at top level"
+    torchspec = sheet.dialect in {Dialect.torchspec_gqa, Dialect.torchspec_mla}
+    trained_names = any(name.startswith("midlayer.") for name in sheet.files.tensors)
+    if torchspec and sheet.top.data.get("model_type") == "kimi_k2" and not trained_names:
+        # Its export for vLLM adds one to the ids of this type, wherever they stand.
+        shifted = n is not None and sorted(set(nested or [])) == sorted({2, n // 2, n - 3})
+        why = "its default after the export for vLLM" if shifted else "unless exported for vLLM"
+        kind = "entry" if shifted else "output"
+        return kind, Origin.assumed, f"list in eagle_config, {sheet.dialect}, {why}"
     ids = sheet.traits.ids
     decisive = sheet.ledger.provenance["dialect"].origin is not Origin.assumed and (
         sheet.dialect in {Dialect.torchspec_gqa, Dialect.torchspec_mla, Dialect.specforge}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from driftlab.config import Origin, Sourced
 from driftlab.errors import CheckpointError
+from driftlab.models.checkpoints.read import UNUSED
 
 NATIVE_KEY = "driftlab_drafter"
 EXPORT_KEY = "driftlab_export"
@@ -100,7 +101,8 @@ def refuse_other_families(config: Mapping[str, Any], tensors: Mapping[str, Tenso
         "DSpark": dspark or ("dspark" in architectures + kind and "its architecture"),
         "DFlash": dflash or ("dflash" in architectures + kind and "its architecture"),
         "P-EAGLE": peagle or ("peagle" in architectures + kind and "its architecture"),
-        "MTP": tensor("eh_proj.", ".enorm.", ".hnorm.") or ("mtp" in kind and "its type"),
+        "MTP": tensor("eh_proj.", ".enorm.", ".hnorm.", ".mtp.") or ("mtp" in kind and "its type"),
+        "EAGLE-1/2": kind == "eagle" and "its type",
         "Medusa": tensor("medusa_head") or ("medusa" in architectures and "its architecture"),
     }
     for family, sign in families.items():
@@ -110,10 +112,15 @@ def refuse_other_families(config: Mapping[str, Any], tensors: Mapping[str, Tenso
         raise _other(f"speculators {kind!r}", "speculators_model_type")
 
 
-def refuse_other_eagle(tensors: Mapping[str, Tensor], hidden_size: int) -> None:
+def refuse_other_eagle(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for EAGLE-1/2 and early-stop heads, which only shapes tell apart."""
     first = _first_projection(tensors)
-    fc = tensors.get("fc.weight")
+    norm, fc = tensors.get("norm.weight"), tensors.get("fc.weight")
+    # EAGLE-1/2 has no final norm of its own.
+    sized = norm if norm is not None else fc
+    if sized is None or sized.dim() == 0:
+        return
+    hidden_size = sized.shape[0]
     if fc is not None and fc.dim() == 2 and fc.shape[0] in {hidden_size + 1, hidden_size + 3}:
         raise _other("AngelSlim early-stop", f"fc.weight with {fc.shape[0]} outputs")
     if first is not None and tensors[first].shape[-1] == hidden_size:
@@ -244,7 +251,6 @@ _RENAMES = (
     (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
 )
-_IGNORED = re.compile(r"^verifier_(lm_head|norm)\.|(^|\.)rotary_emb\.inv_freq$")
 _LATER_NORM = re.compile(r"^layers\.([1-9]\d*)\.hidden_norm\.weight$")
 
 
@@ -271,7 +277,7 @@ def canonical_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
         name = source
         for pattern, text in _RENAMES:
             name = pattern.sub(text, name)
-        if _IGNORED.search(name):
+        if UNUSED.search(name):
             continue
         # Layers above the first have one entry norm, under either of two names.
         later = _LATER_NORM.match(name)

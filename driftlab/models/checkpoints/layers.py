@@ -87,6 +87,12 @@ def resolve_attention(sheet: Sheet, heads: Sourced, hidden: int, mla: bool) -> d
 
 def _low_rank(sheet: Sheet, heads: int) -> dict[str, Any]:
     layer, ledger = sheet.layer, sheet.ledger
+    unturned = layer.get("mla_use_nope", bool)
+    if unturned is not None and unturned.value:
+        raise CheckpointError(
+            f"{unturned.where} is on: low-rank attention without rotation is not read",
+            remedy="driftlab reads low-rank attention that turns qk_rope_head_dim of a head.",
+        )
     nope = layer.positive("qk_nope_head_dim").value
     rope = layer.positive("qk_rope_head_dim").value
     value = layer.positive("v_head_dim").value

@@ -34,6 +34,8 @@ WEIGHT_FILES = (
 TOKEN_MAP = "speculative_token_map.pt"
 META_FILES = ("eagle_meta.pt", "eagle3_meta.pt")
 TOKENIZER = "tokenizer.json"
+# A trainer's copies of the target, which no reader uses.
+UNUSED = re.compile(r"^(model\.)?verifier_(lm_head|norm)\.|(^|\.)rotary_emb\.inv_freq$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -87,7 +89,8 @@ def read_files(source: str | Path, *, revision: str | None = None) -> Files:
         notes += stale
     else:
         tensors = read_tensors(folder / name)
-    check_numbers(tensors, where=str(folder / name))
+    used = {n: t for n, t in tensors.items() if not UNUSED.search(n)}
+    check_numbers(used, where=str(folder / name))
     ids, side = _token_map(folder)
     return Files(folder, str(source), config, tensors, name, commit, tuple(notes), ids, side)
 

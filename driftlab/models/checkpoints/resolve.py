@@ -135,13 +135,13 @@ def resolve(
 
 def _run(sheet: Sheet) -> Resolved:
     ledger, layer = sheet.ledger, sheet.layer
-    if sheet.top.has("quantization_config"):
+    if sheet.top.data.get("quantization_config"):
         raise CheckpointError(
             f"{sheet.where}: the drafter is quantised (quantization_config)",
             remedy="Dequantise it to float32, bfloat16 or float16 first.",
         )
+    refuse_other_eagle(sheet.tensors)
     hidden = sheet.shape("norm.weight", 1)[0]
-    refuse_other_eagle(sheet.tensors, hidden)
     sheet.sized("hidden_size", "norm.weight", hidden)
     ledger.derived("hidden_size", hidden, "norm.weight")
     layers = count_layers(sheet)

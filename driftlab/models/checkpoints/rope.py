@@ -125,7 +125,7 @@ def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 def _kind(block: dict[str, Any], where: str, ledger: Ledger) -> Sourced:
     new, old = block.get("rope_type"), block.get("type")
-    if new is not None and old is not None and new != old:
+    if new is not None and old is not None and _plain(new) != _plain(old):
         ledger.conflict(f"{where}: rope_type {new} and type {old} differ, {new} was taken")
     kind = new if new is not None else old
     if kind is None:
@@ -136,8 +136,8 @@ def _kind(block: dict[str, Any], where: str, ledger: Ledger) -> Sourced:
             )
         text = "rope_type is absent, the default rotation"
         return Sourced(value="default", origin=Origin.derived, where=text)
-    known = _ALIASES.get(kind, kind) if isinstance(kind, str) else None
-    if known not in NEEDED:
+    known = _plain(kind)
+    if not isinstance(known, str) or known not in NEEDED:
         raise CheckpointError(
             f"{where}: unknown rope_type",
             got=repr(kind),
@@ -146,6 +146,11 @@ def _kind(block: dict[str, Any], where: str, ledger: Ledger) -> Sourced:
     if kind == "mrope":
         ledger.note(f"{where}: mrope is the default rotation on text, where all its rows agree")
     return Sourced(value=known, origin=Origin.read, where=where)
+
+
+def _plain(kind: object) -> object:
+    """A type under transformers' name."""
+    return _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def _theta(
@@ -245,7 +250,9 @@ def _as_trained(
         if theta.value != THETA:
             ledger.note(f"{dialect} gives its {written} rotation no base: 10000 it is")
         theta = Sourced(value=THETA, origin=Origin.derived, where=f"{dialect}'s {written} rotation")
-    elif dialect in {Dialect.safeailab, Dialect.angelslim} and theta.value != THETA:
+    elif theta.value != THETA and (
+        dialect is Dialect.safeailab or (dialect is Dialect.angelslim and written != "mrope")
+    ):
         theta = theta.model_copy(
             update={"origin": Origin.assumed, "where": f"{theta.where}; its trainer uses 10000"}
         )
@@ -276,6 +283,10 @@ def _as_trained(
             ledger.note("Automodel applies yarn only past the original length; default was taken")
             where = f"Automodel's low-rank yarn within {original} positions"
             return Sourced(value="default", origin=Origin.derived, where=where), theta, {}
+    unread = {"attention_factor", "truncate"} & parameters.keys()
+    if kind.value == "yarn" and own and unread:
+        ledger.note(f"{dialect}'s yarn rotation does not read {', '.join(sorted(unread))}")
+        parameters = {k: v for k, v in parameters.items() if k not in unread}
     if kind.value == "yarn" and (own or mla) and {"mscale", "mscale_all_dim"} & set(parameters):
         parameters = dict(parameters)
         factor = parameters["factor"]

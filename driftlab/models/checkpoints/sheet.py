@@ -119,16 +119,12 @@ class Sheet:
         nested = self.top.child("transformer_layer_config")
         kind = nested.get("model_type", str)
         if kind is None:
-            self.ledger.note(
-                f"{nested.where}: model_type is absent, speculators reads qwen3 (vLLM reads llama)"
-            )
-        name = kind.value if kind else "qwen3"
-        self.ledger.put(
-            "model_type",
-            name,
-            Origin.read if kind else Origin.assumed,
-            kind.where if kind else "model_type is absent, speculators' default",
-        )
+            # speculators would read qwen3, vLLM llama: the tensors decide.
+            normed = any(n.endswith("self_attn.q_norm.weight") for n in self.files.tensors)
+            where = f"{nested.where}: model_type is absent, QK norms are {there(normed)}"
+            kind = Sourced(value="qwen3" if normed else "llama", origin=Origin.assumed, where=where)
+            self.ledger.note(f"{where}: {kind.value}; speculators reads qwen3, vLLM llama")
+        name = self.ledger.take("model_type", kind)
         if name not in CONFIG_MAPPING:
             raise CheckpointError(
                 f"{nested.where}: model_type is unknown to transformers", got=name

@@ -99,6 +99,11 @@ def _map(sheet: Sheet, kept: int, own: int, used: int, t2d: Tensor | None) -> Te
     ledger = sheet.ledger
     table = sheet.tensors.get("d2t")
     marked = None if t2d is None else t2d.nonzero().flatten()
+    unfilled = table is None or not bool(table.any())
+    if marked is not None and not len(marked) and kept == own and unfilled:
+        # SafeAILab's buffers of a full vocabulary, which it drops after loading.
+        ledger.note("t2d marks no token and the vocabulary is whole: it was never filled")
+        marked = None
     if marked is not None and len(marked) != kept:
         raise CheckpointError(
             f"t2d marks {len(marked)} tokens, the head has {kept} draft ids",
