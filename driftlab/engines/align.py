@@ -85,9 +85,8 @@ def store_rows(
         def keep(pattern: Pattern, at: Tensor = at, kept: dict[int, Tensor] = kept) -> None:
             rows = pattern.weights[0][:, at.to(pattern.weights.device)].mean(dim=0).cpu()
             rows = rows / rows.sum(dim=-1, keepdim=True).clamp(min=_TINY)
-            if pattern.window is not None:
-                key = torch.arange(rows.shape[-1])
-                rows[key <= at[:, None] - pattern.window] = -1
+            past = torch.arange(rows.shape[-1]) <= at[:, None]
+            rows[past & ~pattern.reach[0].cpu()[at]] = -1
             kept[pattern.layer] = rows
 
         tokens = torch.tensor([texts[i].tokens])
@@ -108,8 +107,8 @@ def _name(index: int) -> str:
 def agreement(drafter: Drafter, text: Text, aux: Tensor, rows: tuple[Tensor, Tensor]) -> Columns:
     """One row a stored layer: means over positions of correlation and divergence.
 
-    ``aux`` [S, A*Ht]. The shared keys of position t are 0..t, less those beyond the target's
-    window. Correlation needs three keys and rows that vary.
+    ``aux`` [S, A*Ht]. The shared keys of position t are 0..t, less those out of the target's
+    reach. Correlation needs three keys and rows that vary.
     """
     positions, target_rows = rows
     tokens = torch.tensor([text.tokens])

@@ -31,7 +31,7 @@ from driftlab.engines.anchors import forced_states, unroll
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.errors import CheckpointError, ConfigError, DataError, NumericsError
 from driftlab.models.drafter import Drafter
-from driftlab.models.frozen import Teacher, head_logits
+from driftlab.models.frozen import Teacher, check_head, head_logits
 from driftlab.results.shards import atomic_file
 
 
@@ -154,6 +154,7 @@ class SoftTargets:
     """
 
     def __init__(self, teacher: Teacher, draft_to_target: Tensor) -> None:
+        check_head(teacher)
         weight = teacher.head_weight
         ids = draft_to_target.to(weight.device)
         self.teacher, self.rows = teacher, weight if len(ids) == len(weight) else weight[ids]

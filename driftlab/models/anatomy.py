@@ -60,7 +60,10 @@ class Anatomy:
         self.model = model.eval().requires_grad_(False)
         self.name = name
         text = model.config.get_text_config(decoder=True)
+        model.config.return_dict = text.return_dict = True  # the library's own code needs it
         self._decoder: Any = model.get_decoder()
+        if self._decoder is model:  # Llama 4 hides it behind its name in a larger model
+            self._decoder = getattr(model, "model", model)
         self._head: Any = model.get_output_embeddings()
         self._embedding: Any = model.get_input_embeddings()
         blocks = next(
@@ -78,7 +81,11 @@ class Anatomy:
         )
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(text, "logit_scale", None) or 1.0  # Cohere
-        self.logit_scale /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+        scaling = getattr(text, "logits_scaling", None) or 1.0
+        if text.model_type.startswith("hyperclovax"):
+            self.logit_scale *= scaling
+        else:
+            self.logit_scale /= scaling  # Granite
         self.n_layers: int = len(blocks)
         self.vocab_size, self.hidden_size = map(int, self._head.weight.shape)
         self.dtype: torch.dtype = self._embedding.weight.dtype
@@ -126,6 +133,15 @@ class Anatomy:
         *,
         logits: Tensor | None,
     ) -> Forward:
+        for b in boundaries:
+            shape = getattr(states[b], "shape", None)
+            if shape != last.shape:
+                raise ContractError(
+                    f"{self.name}: boundary {b} is not one state a token",
+                    got=type(states[b]).__name__ if shape is None else tuple(shape),
+                    remedy="Blocks that hand on several streams cannot be fused; use another "
+                    "target.",
+                )
         last = last.to(self.device)
         parts = [states[b].to(self.device) for b in boundaries]
         aux = torch.cat(parts, -1) if parts else last.new_empty((*last.shape[:-1], 0))
@@ -148,11 +164,12 @@ class Anatomy:
     @property
     def shape(self) -> Shape:
         """The sizes that a drafter takes over when nothing else is said."""
-        text = self.model.config.get_text_config(decoder=True)
+        text = _full_layer(self.model.config.get_text_config(decoder=True))
         heads = int(text.num_attention_heads)
         rope = dict(getattr(text, "rope_parameters", None) or {})
-        # Layers of several kinds have one block each; the drafter's layer is a full one.
-        rope = dict(rope.get("full_attention", rope))
+        # Layers of several kinds have one block each; the drafter's layer is a full one. A block
+        # of None is a layer without positions.
+        rope = dict(rope.get("full_attention", rope) or {})
         return Shape(
             intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * self.hidden_size),
             num_heads=heads,
@@ -184,11 +201,20 @@ class Anatomy:
         if weight is None:
             return None
         weight = whole(weight)
-        if isinstance(self._norm, nn.LayerNorm):
-            return weight
-        with torch.no_grad():  # a vector of ones has RMS 1, so the norm returns its own factor
-            effective = self._norm(torch.ones_like(weight))
+        signs = torch.ones_like(weight)
+        signs[1::2] = -1  # mean 0 and RMS 1, so the norm returns its own factor, and a bias
+        with torch.no_grad():
+            effective = (self._norm(signs) - self._norm(-signs)) * signs / 2
         near = [
             w for w in (weight, 1 + weight) if torch.allclose(effective, w, rtol=1e-2, atol=1e-3)
         ]
         return near[0] if near else None
+
+
+def _full_layer(text: Any) -> Any:
+    """The config of the last layer of full attention, where layers differ in their sizes."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    kinds = list(getattr(text, "layer_types", None) or ())
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    return text.per_layer_config[full[-1] if full else text.num_hidden_layers - 1]

@@ -29,14 +29,14 @@ class Pattern:
     weights: fp32 [B, heads, S, S], query by key, one row per *query* head. Rows of padding are 0.
     null: fp32 [B, heads, S], mass that a learned sink logit took (gpt-oss); 0 without one.
         ``weights.sum(-1) + null`` is 1 in every row that is not padding.
-    window: length of the sliding window, or None. A key that is ``window`` or more positions
-        back is out of reach: its weight is not a measured 0.
+    reach: bool [B, S, S], the keys that a query may read. A past key that is out of reach (of a
+        window, a chunk) has weight 0, which is not a measured 0.
     """
 
     layer: int
     weights: Tensor
     null: Tensor
-    window: int | None
+    reach: Tensor
 
 
 Reader = Callable[[Pattern], None]
@@ -67,9 +67,18 @@ def _attend(
         null = (
             (1 - weights.sum(-1)).clamp(min=0) if learned else weights.new_zeros(weights.shape[:-1])
         )
-        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-        give(Pattern(int(module.layer_idx), weights, null, window))  # type: ignore[arg-type]
+        reach = _reach(attention_mask, weights)
+        give(Pattern(int(module.layer_idx), weights, null, reach))  # type: ignore[arg-type]
     return output, weights
+
+
+def _reach(mask: Tensor | None, weights: Tensor) -> Tensor:
+    """bool [B, S, S] of a mask [B or 1, heads or 1, S, S], which is bool or is added to scores."""
+    batch, _, rows, keys = weights.shape
+    if mask is None:
+        return torch.ones(rows, keys, dtype=torch.bool, device=weights.device).expand(batch, -1, -1)
+    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen[..., :keys].any(dim=1).expand(batch, -1, -1)
 
 
 @contextmanager
@@ -115,4 +124,4 @@ def checked(pattern: Pattern, lengths: Tensor, dtype: torch.dtype) -> Pattern:
             got=f"mass on a future key {future:.3g}, row sum off by {off:.3g}",
             remedy="The target's attention function is not what it claims; nothing was measured.",
         )
-    return Pattern(pattern.layer, weights, null, pattern.window)
+    return Pattern(pattern.layer, weights, null, pattern.reach)

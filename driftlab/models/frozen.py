@@ -91,6 +91,22 @@ def _unreadable(path: Path, why: object) -> CheckpointError:
     )
 
 
+def check_head(teacher: Teacher) -> None:
+    """Raise ContractError for a head that does more than a product, a scale and a soft cap."""
+    weight = teacher.head_weight
+    rng = torch.Generator().manual_seed(0)
+    last = torch.randn(4, weight.shape[1], generator=rng).to(weight)
+    with torch.no_grad():
+        own = teacher.head(last)
+        rebuilt = head_logits(teacher, last, weight).to(own)
+    if not torch.allclose(own, rebuilt, rtol=1e-2, atol=1e-2):
+        raise ContractError(
+            "the target's head is not a product of its weight alone",
+            got=f"logits that differ by up to {float((own - rebuilt).abs().max()):.3g}",
+            remedy="A head with a bias cannot be taught from; use another target.",
+        )
+
+
 def freeze(target: Target, path: Path) -> None:
     """Write the target's frozen parts to ``path`` unless they are there and whole.
 
@@ -98,20 +114,10 @@ def freeze(target: Target, path: Path) -> None:
     ------
     ContractError: the target's head does more than a product, a scale and a soft cap.
     """
+    check_head(target)
     with contextlib.suppress(CheckpointError):
         Frozen(path)
         return
-    rng = torch.Generator().manual_seed(0)
-    last = torch.randn(4, target.hidden_size, generator=rng).to(target.device, target.dtype)
-    with torch.no_grad():
-        own = target.head(last)
-        rebuilt = head_logits(target, last, target.head_weight).to(own)
-    if not torch.allclose(own, rebuilt, rtol=1e-2, atol=1e-2):
-        raise ContractError(
-            f"{target.name}: the head is not a product of its weight alone",
-            got=f"logits that differ by up to {float((own - rebuilt).abs().max()):.3g}",
-            remedy="A head with a bias cannot be taught from; use another target.",
-        )
     tensors = {"embedding": target.embedding_weight.detach().cpu().contiguous()}
     if target.head_weight.data_ptr() != target.embedding_weight.data_ptr():
         tensors["head"] = target.head_weight.detach().cpu().contiguous()

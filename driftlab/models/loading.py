@@ -8,18 +8,20 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     modeling_gguf_pytorch_utils,
 )
 
@@ -105,7 +107,7 @@ def load_model(
             **extra,
         )
     model, report = loaded
-    _check_report(report, source)
+    left_out = _check_report(report, model, source)
     if device_map is None and tp_plan is None:
         model = model.to(device)
     tokenizer = None
@@ -114,10 +116,7 @@ def load_model(
         with _stage(f"reading {what}"), _quiet(), _as_checkpoint_error(what):
             tokenizer = AutoTokenizer.from_pretrained(name, **read, **file)
 
-    stored = getattr(model.config, "quantization_config", None)
-    if quantization is None and stored is not None:
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-        quantization = str(getattr(method, "value", method))
+    quantization = quantization or _quantization(model.config, name, read)
     provenance = {
         "source": Sourced(value=source, origin=Origin.read, where="argument"),
         "revision": Sourced(
@@ -143,6 +142,13 @@ def load_model(
             where="checkpoint" if has_tokenizer else "the folder has no tokenizer file",
         ),
     }
+    if left_out:
+        provenance["tensors left out"] = Sourced(
+            value=", ".join(left_out[:4])
+            + (f" and {n - 4} more" if (n := len(left_out)) > 4 else ""),
+            origin=Origin.assumed,
+            where=f"in the files, and no part of {type(model).__name__}",
+        )
     if not gguf and os.path.isdir(name):
         provenance |= _unstated(Path(name), model.config)
     return model, tokenizer, provenance
@@ -188,6 +194,7 @@ def _check_folder(folder: Path) -> int | None:
                 got=", ".join(lost[:4]),
                 remedy=f"Fetch the files that {index.name} names.",
             )
+        _check_shards(folder, index)
     files = [p for p in folder.iterdir() if p.suffix in _WEIGHTS and p.is_file()]
     if not files:
         raise CheckpointError(
@@ -231,17 +238,71 @@ def _unstated(folder: Path, config: Any) -> Provenance:
     }
 
 
-def _check_report(report: dict[str, Any], source: str) -> None:
-    """HuggingFace only logs what it did not find, and leaves it at random values."""
+def _check_shards(folder: Path, index: Path) -> None:
+    """The library reads every tensor of every shard, and the last one of a name wins."""
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for shard in sorted(set(places.values())):
+        if not shard.endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(folder / shard, framework="pt") as file:
+                stale = [n for n in file.keys() if places.get(n, shard) != shard]  # noqa: SIM118
+        except SafetensorError:
+            continue  # said when it is read
+        if stale:
+            raise CheckpointError(
+                f"{folder}: {shard} holds tensors that {index.name} places elsewhere",
+                got=", ".join(sorted(stale)[:4]),
+                remedy="Fetch the files again: two copies of a tensor, and one of them is stale.",
+            )
+
+
+def _check_report(report: dict[str, Any], model: Any, source: str) -> list[str]:
+    """Tensors of the files that belong to no part of the model, such as another head.
+
+    HuggingFace only logs what it did not find, and leaves it at random values; and what it could
+    not place, and goes on without it.
+    """
     missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
-    if missing or wrong:
-        found = [f"missing: {', '.join(missing[:4])}"] if missing else []
-        found += [f"wrong shape: {', '.join(wrong[:4])}"] if wrong else []
+    unexpected = sorted(n for n in report["unexpected_keys"] if not n.endswith(_CONSTANT))
+    modules = dict(model.named_modules())
+    dropped = [name for name in unexpected if _inside(name, modules, model)]
+    found = {"missing": missing, "wrong shape": wrong, "without a place": dropped}
+    if any(found.values()):
         raise CheckpointError(
-            f"{source}: {len(missing) + len(wrong)} tensors do not fit the model",
-            got="; ".join(found),
+            f"{source}: {sum(map(len, found.values()))} tensors do not fit the model",
+            got="; ".join(f"{k}: {', '.join(v[:4])}" for k, v in found.items() if v),
             remedy="Weights and config.json belong to different models, or a file is incomplete.",
         )
+    return unexpected
+
+
+_CONSTANT = (".inv_freq", ".masked_bias", ".attn.bias")  # tables that old files carry along
+
+
+def _inside(name: str, modules: dict[str, Any], model: Any) -> bool:
+    """Whether a tensor belongs to a part that the model has, as the bias of one of its layers."""
+    while name := name.rpartition(".")[0]:
+        part = modules.get(name)
+        if part is not None:
+            holds_all = part in (model, model.base_model, model.get_decoder())
+            return not holds_all and not isinstance(part, torch.nn.ModuleList)
+    return False
+
+
+def _quantization(config: Any, name: str, read: dict[str, Any]) -> str | None:
+    """Method of quantized weights, and whether loading turned them back into plain ones."""
+    stored = getattr(config, "quantization_config", None)
+    plain = stored is None
+    if plain:
+        with suppress(Exception):  # a hub without a network; the files were read
+            raw, _ = PreTrainedConfig.get_config_dict(name, revision=read["revision"])
+            text = raw.get("text_config")
+            stored = raw.get("quantization_config") or (text or {}).get("quantization_config")
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    return str(getattr(method, "value", method)) + (", dequantized" if plain else "")
 
 
 def _check_memory(n_bytes: int | None, source: str) -> None:

@@ -12,13 +12,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from driftlab.config import Origin, Provenance, Sourced, is_whole
-from driftlab.errors import ContractError, DataError, NumericsError
+from driftlab.errors import ContractError, DataError, NumericsError, first_line
 from driftlab.models import attention, continuation, generation, wide
 from driftlab.models.anatomy import Anatomy, Forward
 from driftlab.models.attention import Pattern, Reader
 from driftlab.models.continuation import Request
 from driftlab.models.generation import Session
 from driftlab.models.loading import fingerprint, load_model
+
+_EXACT = (torch.float32, torch.float64)
 
 
 class Target(Anatomy):
@@ -53,7 +55,9 @@ class Target(Anatomy):
             where="the device's own" if native else "the CPU has no units for the dtype",
         )
         generation.new_cache(model.config, 0)  # refuses what cannot be rewound
-        self.self_check([t % self.vocab_size for t in range(1, min(8, self.max_position) + 1)])
+        tokens = [t % self.vocab_size for t in range(1, min(8, self.max_position) + 1)]
+        self.self_check(tokens)
+        self._check_cache(tokens)
 
     @classmethod
     def load(
@@ -118,28 +122,44 @@ class Target(Anatomy):
         )
 
     def _find_eos(self, given: Sequence[int] | None) -> frozenset[int]:
-        places = {
+        """Where a text ends: the model's own settings, and the tokenizer's token as engines do."""
+        settings = {
             "argument": given,
             "generation_config": getattr(self.model.generation_config, "eos_token_id", None),
             "config": getattr(self.model.config, "eos_token_id", None),
-            "tokenizer": getattr(self.tokenizer, "eos_token_id", None),
         }
-        where, value = next(
-            ((k, v) for k, v in places.items() if v is not None), ("found nowhere: none", ())
+        where, value = next(((k, v) for k, v in settings.items() if v is not None), ("", ()))
+        ids = [value] if isinstance(value, int) else list(value)
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        if given is None and own is not None and own not in ids:
+            ids.append(own)
+            where = f"{where} and tokenizer" if where else "tokenizer"
+        if odd := [i for i in ids if not is_whole(i)]:
+            raise ContractError(
+                f"{self.name}: eos_token_id of {where} is no token id",
+                got=repr(odd[0]),
+                remedy="Correct it in the model's files: whole numbers end a text.",
+            )
+        self.provenance["eos_ids"] = Sourced(
+            value=sorted(ids),
+            origin=Origin.read if where else Origin.assumed,
+            where=where or "found nowhere: none",
         )
-        ids = frozenset([value] if isinstance(value, int) else value)
-        origin = Origin.assumed if where.startswith("found nowhere") else Origin.read
-        self.provenance["eos_ids"] = Sourced(value=sorted(ids), origin=origin, where=where)
-        return ids
+        return frozenset(ids)
 
     def _find_context(self) -> int:
         text = self.model.config.get_text_config(decoder=True)
         value = getattr(text, "max_position_embeddings", None)
-        self.provenance["max_position"] = Sourced(
-            value=value,
-            origin=Origin.assumed if value is None else Origin.read,
-            where="not in config: unlimited" if value is None else "config",
-        )
+        origin, where = Origin.read, "config"
+        if value is None:
+            origin, where = Origin.assumed, "not in config: unlimited"
+        rope = getattr(text, "rope_parameters", None) or {}
+        short = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and short and (value is None or short < value):
+            # Longer texts have other states everywhere, also where a cache holds the old ones.
+            value, origin = short, Origin.derived
+            where = "longrope: in a longer text all positions are rotated by other factors"
+        self.provenance["max_position"] = Sourced(value=value, origin=origin, where=where)
         return sys.maxsize if value is None else int(value)
 
     # Boundaries
@@ -229,8 +249,10 @@ class Target(Anatomy):
 
     def too_long(self, what: str, n: int, extra: int = 0) -> DataError:
         more = f" + {extra} new" if extra else ""
+        where = self.provenance["max_position"].where
+        why = f" ({where})" if where.startswith("longrope") else ""
         return DataError(
-            f"{what} exceeds the context of {self.name}, {self.max_position} tokens",
+            f"{what} exceeds the context of {self.name}, {self.max_position} tokens{why}",
             got=f"{n}{more} tokens",
             remedy="Shorten or drop it" + (", or ask for fewer new tokens." if extra else "."),
         )
@@ -245,12 +267,13 @@ class Target(Anatomy):
     def self_check(self, tokens: Sequence[int]) -> None:
         """Prove that captured states are the ones that the logits are made of.
 
-        ``head(last)`` and ``head(final_norm(boundary n))`` must have the argmax of the model's
-        own logits at every position. Runs when a target is made and before states are stored.
+        ``head(last)`` and ``head(final_norm(boundary n))`` must be the model's own logits: the
+        argmax at every position, and the values, whose scale is what a drafter is taught. Runs
+        when a target is made and before states are stored.
 
         Raises
         ------
-        ContractError: naming which of the two differs, and at how many positions.
+        ContractError: naming which of the two differs, and at how many positions or by how much.
         NumericsError: the model's own logits are not finite.
         """
         self.check_tokens(tokens, what="the self-check")
@@ -276,13 +299,62 @@ class Target(Anatomy):
             gap = own.amax(-1) - own.gather(-1, logits.argmax(-1, keepdim=True))[..., 0]
             # A random model can tie; a tie is no disagreement.
             wrong = int((gap > 1e-5 * own.abs().amax(-1).clamp(min=1)).sum())
-            if wrong:
+            off = _distance(logits, own)
+            if wrong or off > (1e-3 if self.dtype in _EXACT else 5e-2):
                 raise ContractError(
                     f"{self.name}: logits rebuilt from {what} disagree with the model's own",
-                    got=f"{wrong} of {len(tokens)} positions",
+                    got=f"{wrong} of {len(tokens)} positions"
+                    if wrong
+                    else f"the same best tokens, values apart by {off:.2g} of the largest",
                     remedy="The model changes its states between the last block and the head in a "
                     "way that driftlab does not know; do not train or measure on it.",
                 )
+
+    def _check_cache(self, tokens: Sequence[int]) -> None:
+        """Prove that blocks on a cache give what one run gives, and see what embeddings become.
+
+        Half precision is not compared: a near tie of experts may fall another way.
+        """
+        n = len(tokens)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        whole = self.forward(ids, torch.tensor([n]), (0, self.n_layers), logits=False).aux
+        off = 0.0
+        try:
+            with torch.no_grad():
+                session = self.session(tokens[: n // 2 + 1], (0, self.n_layers))
+                for i in range(n // 2 + 1, n, 2):
+                    block = session.extend(tokens[i : i + 2]).aux
+                    off = max(off, _distance(block, whole[:, i : i + 2]))
+        except RuntimeError as error:
+            raise ContractError(
+                f"{self.name} cannot be run block by block on a cache",
+                got=first_line(error),
+                remedy="driftlab works with models whose cache holds keys and values only.",
+            ) from error
+        if self.dtype in _EXACT and off > 1e-3:
+            raise ContractError(
+                f"{self.name}: states on a cache are not those of one run",
+                got=f"apart by {off:.2g} of the largest",
+                remedy="What is written by this target would not be what is measured; do not use "
+                "it.",
+            )
+        self._note_embedding(tokens, whole[0, :, : self.hidden_size].float())
+
+    def _note_embedding(self, tokens: Sequence[int], states: Tensor) -> None:
+        """Record how boundary 0 [S, Ht] comes from the stored embeddings."""
+        weight = self.embedding_weight
+        if weight.is_meta or weight.shape[1] != self.hidden_size:
+            return
+        rows = weight[torch.tensor(list(tokens), device=weight.device)].to(states)
+        scale = float((rows * states).sum() / rows.square().sum().clamp(min=1e-12))
+        plain = _distance(rows * scale, states) < 2e-2
+        self.provenance["embedding_scale"] = Sourced(
+            value=float(f"{scale:.4g}") if plain else None,
+            origin=Origin.derived,
+            where="boundary 0 over the stored embeddings, which a drafter gets as they are stored"
+            if plain
+            else "the model adds to its embeddings or norms them; a drafter gets the stored ones",
+        )
 
     # Generation, sessions, attention
 
@@ -384,6 +456,12 @@ class Target(Anatomy):
         fired: set[int] = set()
 
         def give(pattern: Pattern) -> None:
+            if pattern.layer >= self.n_layers or pattern.layer in fired:
+                raise ContractError(
+                    f"{self.name}: blocks call their attention function more than once",
+                    got=f"layer {pattern.layer} of {self.n_layers}",
+                    remedy="Attention of such a target cannot be told apart by layer.",
+                )
             if pattern.layer in wanted:
                 fired.add(pattern.layer)
                 reader(attention.checked(pattern, lengths, self.dtype))
@@ -401,3 +479,10 @@ class Target(Anatomy):
     def fingerprint(self) -> str:
         """sha256 of config and weights; see :func:`driftlab.models.loading.fingerprint`."""
         return fingerprint(self.model, owner=self.name)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference of two tensors over the largest finite number of the second."""
+    apart = (a.float() - b.float()).abs().masked_fill(a == b, 0)  # also where both are infinite
+    largest = b.float().abs().masked_fill(~b.isfinite(), 0).amax()
+    return float(apart.amax() / largest.clamp(min=1e-6))

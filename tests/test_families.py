@@ -1,0 +1,348 @@
+"""Targets of many families: what differs between them and was, or would be, a silent wrong number.
+
+Scales of logits and embeddings, chunks and windows, rotations that depend on length, files that
+hold more than the model, ends of text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from test_target import COMMON, WINDOW, H, N, V, close, padded, patterns, prompts
+from torch import Tensor
+
+from driftlab.config import Origin
+from driftlab.engines.align import store_rows
+from driftlab.engines.train import SoftTargets
+from driftlab.errors import CheckpointError, ContractError, DataError
+from driftlab.models.target import Target
+
+PLAIN = {k: v for k, v in COMMON.items() if k != "head_dim"}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+GRANITE = {
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+CAPPED = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0}
+LLAMA4 = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": WINDOW}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**PLAIN, **GRANITE)),
+    "hyperclovax": lambda: hf.HyperCLOVAXForCausalLM(
+        hf.HyperCLOVAXConfig(**COMMON, logits_scaling=0.25)
+    ),
+    "cohere2": lambda: hf.Cohere2ForCausalLM(
+        hf.Cohere2Config(**COMMON, sliding_window=WINDOW, logit_scale=0.25)
+    ),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8, **CAPPED)
+    ),
+    "llama4": lambda: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(**COMMON, **LLAMA4, no_rope_layers=[1, 1, 1, 0])
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**COMMON | EXPERTS | LATENT, moe_intermediate_size=16)
+    ),
+    "exaone4": lambda: hf.Exaone4ForCausalLM(
+        hf.Exaone4Config(
+            **COMMON, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * 2
+        )
+    ),
+    "nemotron": lambda: hf.NemotronForCausalLM(hf.NemotronConfig(**COMMON)),
+    "gemma4": lambda: hf.Gemma4ForCausalLM(
+        hf.Gemma4TextConfig(
+            **COMMON | {"head_dim": 4},
+            global_head_dim=8,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ),
+}
+
+
+def make(model: Any, name: str = "x") -> Target:
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
+    return Target.from_model(model, name=name, eos_ids=())
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> Target:
+    torch.manual_seed(0)
+    return make(FAMILIES[request.param](), request.param)
+
+
+def test_states_logits_and_the_cache_are_the_family_s_own(target: Target) -> None:
+    texts = prompts(13, 5)
+    tokens, lengths = padded(texts)
+    out = target.forward(tokens, lengths, tuple(range(N + 1)))
+    assert out.logits is not None
+    for i, text in enumerate(texts):
+        with torch.no_grad():
+            own = target.model(input_ids=torch.tensor([text]), output_hidden_states=True)
+        n = len(text)
+        for b, state in enumerate(out.aux[i, :n].split(H, -1)[:N]):
+            close(state, own.hidden_states[b][0])
+        close(out.last[i, :n], own.hidden_states[-1][0])
+        close(out.logits[i, :n], own.logits[0], 1e-5)
+    rebuilt = target.head(target.final_norm(out.aux[..., -H:]))[0]
+    close(rebuilt, out.logits[0], 1e-5)
+    session = target.session(texts[0][:6], (2, N))
+    session.extend(texts[0][6:9])
+    session.rewind(7)
+    again = session.extend(texts[0][7:])
+    close(again.aux[0], out.aux[0, 7:].unflatten(-1, (N + 1, H))[:, [2, N]].flatten(1))
+
+
+def test_what_a_drafter_is_taught_is_the_family_s_own_distribution(target: Target) -> None:
+    out = target.forward(*padded(prompts(9)), (N,))
+    assert out.logits is not None
+    taught = SoftTargets(target, torch.arange(V))(out.last[0])
+    with torch.no_grad():
+        own = target.model(input_ids=torch.tensor(prompts(9))).logits[0].softmax(-1)
+    close(taught, own, 1e-5)
+
+
+def test_a_final_norm_s_gains_are_found(target: Target) -> None:
+    norm: Any = target._norm
+    norm.weight.data.uniform_(-0.4, 0.4, generator=torch.Generator().manual_seed(1))
+    gains = target.final_norm_weight
+    assert gains is not None
+    x = torch.randn(5, H, generator=torch.Generator().manual_seed(0))
+    x = x - x.mean(-1, keepdim=True)  # then both kinds of norm divide by the RMS
+    close(target.final_norm(x), x / x.pow(2).mean(-1, keepdim=True).sqrt() * gains, 1e-3)
+    norm.weight.data.fill_(float(torch.ones(())))
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"), [("granite", 12.0), ("gemma2", H**0.5), ("cohere2", 1.0)]
+)
+def test_the_scale_of_embeddings_is_said(family: str, scale: float) -> None:
+    said = make(FAMILIES[family]()).provenance["embedding_scale"]
+    assert said.value == pytest.approx(scale, rel=1e-3)
+    assert "as they are stored" in said.where
+
+
+def test_sizes_are_those_of_a_full_layer() -> None:
+    shape = make(FAMILIES["gemma4"]()).shape
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
+
+
+class _Quarter(hf.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits / 4
+        return out
+
+
+def test_a_scale_that_is_not_known_is_refused_though_the_best_tokens_agree() -> None:
+    with pytest.raises(ContractError, match=r"the same best tokens, values apart by 3 "):
+        Target.from_model(_Quarter(hf.LlamaConfig(**COMMON)), name="quarter")
+
+
+def test_a_head_with_a_bias_teaches_nobody() -> None:
+    model = hf.PhiForCausalLM(hf.PhiConfig(**PLAIN))
+    model.lm_head.bias.data.normal_()
+    with pytest.raises(ContractError, match="not a product of its weight alone"):
+        SoftTargets(Target.from_model(model, name="phi"), torch.arange(V))
+
+
+def test_blocks_with_several_streams_are_refused() -> None:
+    config = hf.Gemma3nTextConfig(
+        **COMMON,
+        vocab_size_per_layer_input=V,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    with pytest.raises(ContractError, match="boundary 4 is not one state a token"):
+        Target.from_model(hf.Gemma3nForCausalLM(config), name="gemma3n")
+
+
+class _Forgetful(hf.LlamaForCausalLM):
+    """Its positions begin anew with every block."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._anew, with_kwargs=True)
+
+    @staticmethod
+    def _anew(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"position_ids": torch.arange(kwargs["input_ids"].shape[1])[None]}
+
+
+def test_a_cache_that_gives_other_states_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ContractError, match="states on a cache are not those of one run"):
+        make(_Forgetful(hf.LlamaConfig(**COMMON)))
+
+
+def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON))
+    plain = Target.from_model(model, name="x").generate(prompts(4), max_new_tokens=3)
+    model.config.return_dict = model.config.use_cache = False
+    assert Target.from_model(model, name="x").generate(prompts(4), max_new_tokens=3) == plain
+
+
+# What a query may read
+
+
+@pytest.mark.parametrize(
+    ("family", "back"),
+    [("llama4", ["chunk"] * 3 + [None]), ("exaone4", [WINDOW, None] * 2), ("nemotron", [None] * N)],
+)
+def test_keys_out_of_reach_are_told_from_a_measured_nought(family: str, back: list[Any]) -> None:
+    torch.manual_seed(0)
+    q, k = torch.arange(11)[:, None], torch.arange(11)[None]
+    kinds: dict[Any, Tensor] = {
+        None: k <= q,
+        WINDOW: (k <= q) & (q - k < WINDOW),
+        "chunk": (k <= q) & (q // WINDOW == k // WINDOW),
+    }
+    target = make(FAMILIES[family]())
+    for pattern, kind in zip(patterns(target, prompts(11)), back, strict=True):
+        assert torch.equal(pattern.reach[0] & (k <= q), kinds[kind])
+        assert torch.equal((pattern.weights[0] > 0).any(0), kinds[kind])
+
+
+def test_stored_rows_mark_the_keys_of_another_chunk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target = make(FAMILIES["llama4"]())
+    text = pairs.as_text(prompts(4)[0], prompts(6)[0])
+    _, rows = store_rows(target, [text], tmp_path, layers=[0, 3]).item(0)
+    assert rows[0, 6].tolist()[:WINDOW] == [-1] * WINDOW and (rows[0, 6, WINDOW:] >= 0).all()
+    assert (rows[1] >= 0).all()
+
+
+def test_attention_that_is_called_twice_a_block_is_refused() -> None:
+    target = make(hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**COMMON)))
+    with pytest.raises(ContractError, match="more than once"):
+        patterns(target, prompts(5))
+
+
+# Rotations that depend on the length of the text
+
+
+def test_a_text_past_the_length_where_rotations_change_is_refused() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+    }
+    config = hf.Phi3Config(**COMMON, rope_parameters=rope, original_max_position_embeddings=16)
+    target = make(hf.Phi3ForCausalLM(config))
+    assert target.max_position == 16
+    assert target.provenance["max_position"].where.startswith("longrope")
+    target.generate(prompts(12), max_new_tokens=4)
+    with pytest.raises(DataError, match=r"16 tokens \(longrope: .* other factors"):
+        target.generate(prompts(12), max_new_tokens=5)
+    with pytest.raises(DataError, match="longrope"):
+        target.session(prompts(12)[0], (2,)).extend(prompts(5)[0])
+
+
+# Files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    _model().save_pretrained(tmp_path / "t", max_shard_size="40KB")
+    return tmp_path / "t"
+
+
+def _model(**more: Any) -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON | more))
+
+
+def _edit(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_tensor_that_the_config_leaves_without_a_place_is_an_error(tmp_path: Path) -> None:
+    _model(attention_bias=True).save_pretrained(tmp_path)
+    _edit(tmp_path, attention_bias=False)
+    with pytest.raises(CheckpointError, match=r"16 tensors .*without a place: .*k_proj\.bias"):
+        Target.load(str(tmp_path))
+
+
+def test_parts_that_the_model_does_not_have_are_left_out_and_said(folder: Path) -> None:
+    _edit(folder, num_hidden_layers=N - 1)
+    target = Target.load(str(folder))
+    assert target.n_layers == N - 1
+    said = target.provenance["tensors left out"]
+    assert said.origin is Origin.assumed
+    assert f"model.layers.{N - 1}.input_layernorm.weight" in said.value and "5 more" in said.value
+
+
+def test_a_stale_copy_in_another_shard_is_an_error(folder: Path) -> None:
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.layers.0.input_layernorm.weight"
+    other = next(s for s in sorted(set(places.values()), reverse=True) if s != places[name])
+    tensors = load_file(folder / other)
+    save_file(tensors | {name: torch.zeros(H)}, folder / other, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{other} holds tensors .*{name}"):
+        Target.load(str(folder))
+
+
+def test_weights_that_loading_made_plain_are_called_quantized(folder: Path) -> None:
+    _edit(folder, quantization_config={"quant_method": "mxfp4"})
+    assert Target.load(str(folder)).provenance["quantization"].value == "mxfp4, dequantized"
+
+
+# Ends of text
+
+
+class _Tokenizer:
+    eos_token_id = 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "ids", "where"),
+    [
+        (5, [5, 7], "generation_config and tokenizer"),
+        ([7, 9], [7, 9], "generation_config"),
+        (None, [7], "tokenizer"),
+    ],
+)
+def test_a_text_ends_where_engines_end_it(settings: Any, ids: list[int], where: str) -> None:
+    model = _model()
+    model.generation_config.eos_token_id = settings
+    target = Target.from_model(model, _Tokenizer(), name="x")
+    said = target.provenance["eos_ids"]
+    assert (said.value, said.where) == (ids, where) and target.eos_ids == set(ids)
+    assert Target.from_model(model, _Tokenizer(), name="x", eos_ids=(3,)).eos_ids == {3}
+
+
+@pytest.mark.parametrize("odd", [[[2]], "2", [True]])
+def test_an_end_that_is_no_token_id_is_refused(odd: Any) -> None:
+    model = _model()
+    model.generation_config.eos_token_id = odd
+    with pytest.raises(ContractError, match="eos_token_id of generation_config is no token id"):
+        Target.from_model(model, name="x")
