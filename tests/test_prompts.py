@@ -281,6 +281,52 @@ def test_templates_with_the_date_give_the_same_ids_every_day() -> None:
     assert spelled(tok, render(CHAT, tok).tokens) == "01 January 2025 Hello there"
 
 
+def test_a_date_in_a_computed_form_is_refused() -> None:
+    tok = tokenizer("{% set form = '%d %B' %}{{ strftime_now (form) }}" + LLAMA)
+    with pytest.raises(DataError, match="date in a form that it computes"):
+        render(CHAT, tok)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_bos_that_stands_twice_is_still_one(times: int) -> None:
+    """Template and tokenizer both add it in many engines."""
+    tok = tokenizer("{{ bos_token }}" * (times - 1) + LLAMA)
+    auto = render(CHAT, tok)
+    assert auto.bos and auto.tokens[: times + 1].count(tok.bos_token_id) == times
+    assert render(CHAT, tok, bos="always").tokens == auto.tokens
+    assert render(CHAT, tok, bos="never").tokens == auto.tokens[times:]
+
+
+def test_a_prompt_that_has_ended_is_refused() -> None:
+    ends = tokenizer()
+    ends._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    with pytest.raises(DataError, match=r"prompt q ends with the end token, .*'</s>'"):
+        render(PLAIN, ends)
+    closed = tokenizer("{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}")
+    with pytest.raises(DataError, match="prompt p ends with the end token"):
+        render(CHAT, closed)
+    assert render(CHAT, closed, "never").tokens
+
+
+def test_a_system_prompt_that_the_template_drops_is_refused() -> None:
+    tok = tokenizer("{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}")
+    with pytest.raises(DataError, match=r"drops the system prompt of prompt p \(got 'Be brief'"):
+        render(Prompt("p", "chat", "Hi", "Be brief"), tok)
+    assert spelled(tok, render(Prompt("p", "chat", "Hi", ""), tok).tokens) == "[Hi]"
+
+
+def test_several_templates_need_a_default() -> None:
+    tok = tokenizer()
+    tok.chat_template = {"rag": LLAMA, "tool_use": CHATML}
+    with pytest.raises(DataError, match=r"none is called default \(got rag, tool_use\)"):
+        render(CHAT, tok)
+    assert not render(CHAT, tok, "never").template_used
+    tok.chat_template = {"default": LLAMA, "tool_use": CHATML}
+    assert render(CHAT, tok).tokens == render(CHAT, tokenizer(LLAMA)).tokens
+
+
 def test_rendering_refusals() -> None:
     tok = tokenizer(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"

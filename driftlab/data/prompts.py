@@ -310,8 +310,8 @@ def render(
         of the category ``plain``; ``always`` also to those; ``never`` joins system prompt and
         text by a blank line.
     bos: ``auto`` leaves BOS to the template, or to the tokenizer where no template is used;
-        ``always`` puts a BOS in front unless one stands there; ``never`` takes it away. No other
-        token is ever dropped.
+        ``always`` puts a BOS in front unless one stands there; ``never`` takes it away, also
+        when it stands there twice. No other token is ever dropped.
     limit: longest prompt allowed, in tokens.
 
     Text that spells a special token (``<|im_end|>``) is encoded as ordinary characters. A
@@ -320,14 +320,15 @@ def render(
     Raises
     ------
     DataError: an unknown policy, a template or BOS that is asked for and does not exist, a
-        template that refuses the prompt, an empty rendering, more than ``limit`` tokens.
+        template that refuses the prompt or drops its system prompt, an empty rendering, one that
+        has ended already, more than ``limit`` tokens.
     """
     for policy, value in (("template", template), ("bos", bos)):
         if value not in get_args(TemplatePolicy):
             raise DataError(
                 f"unknown {policy} policy", got=value, remedy="Use auto, always or never."
             )
-    source = _template_source(tokenizer)
+    source = None if template == "never" else _template_source(tokenizer)
     if template == "always" and source is None:
         raise DataError(
             "the tokenizer has no chat template",
@@ -347,6 +348,7 @@ def render(
             f"prompt {prompt.id} renders to no tokens",
             remedy="Give it text, or a BOS token (bos = always).",
         )
+    _refuse_ended(tokens, tokenizer, prompt.id)
     if limit is not None and len(tokens) > limit:
         raise DataError(
             f"prompt {prompt.id} is longer than the limit of {limit} tokens",
@@ -360,26 +362,67 @@ def render(
 def _template_source(tokenizer: Any) -> str | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
-    return str(tokenizer.get_chat_template())
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError:
+        raise DataError(
+            "the tokenizer has several chat templates and none is called default",
+            got=", ".join(tokenizer.chat_template),
+            remedy="Name one of them default, or render with template = never.",
+        ) from None
 
 
 def _with_template(prompt: Prompt, tokenizer: Any, source: str) -> list[int]:
+    user = {"role": "user", "content": prompt.text}
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    tokens = _applied([*system, user], prompt.id, tokenizer, source)
+    if prompt.system and tokens == _applied([user], prompt.id, tokenizer, source):
+        raise DataError(
+            f"the chat template drops the system prompt of prompt {prompt.id}",
+            got=f"{prompt.system!r:.60}",
+            remedy="Leave the system prompt out, or put it into the user's turn.",
+        )
+    return tokens
+
+
+def _applied(
+    messages: list[dict[str, str]], prompt_id: str, tokenizer: Any, source: str
+) -> list[int]:
+    dated = _ASKS_DATE.sub(lambda m: repr(_TODAY.strftime(m[2])), source)
+    if re.search(r"strftime_now\s*\(", dated):
+        raise DataError(
+            "the chat template prints today's date in a form that it computes",
+            remedy="Write the form into its call of strftime_now, or render with template = never.",
+        )
     try:
         return tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": prompt.text}],
+            messages,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
             sanitize_control_tokens=True,
-            chat_template=_ASKS_DATE.sub(lambda m: repr(_TODAY.strftime(m[2])), source),
+            chat_template=dated,
         )
     except Exception as error:  # jinja2's own classes, and whatever a template raises
         raise DataError(
-            f"the chat template refuses prompt {prompt.id}",
+            f"the chat template refuses prompt {prompt_id}",
             got=error,
             remedy="Drop the system prompt if it names one, or render with template = never.",
         ) from error
+
+
+def _refuse_ended(tokens: list[int], tokenizer: Any, prompt_id: str) -> None:
+    """Raise DataError for a prompt whose end token is followed by white space at most."""
+    for token in reversed(tokens[1:]):
+        if token == tokenizer.eos_token_id:
+            raise DataError(
+                f"prompt {prompt_id} ends with the end token, after which nothing is an answer",
+                got=repr(tokenizer.decode([token])),
+                remedy="Turn off add_eos_token in tokenizer_config.json, or use a chat template "
+                "that opens the answer (add_generation_prompt).",
+            )
+        if tokenizer.decode([token]).strip():
+            return
 
 
 def _apply_bos(
@@ -391,10 +434,12 @@ def _apply_bos(
             f"prompt {prompt_id}: the tokenizer has no BOS token",
             remedy="Render with bos = auto or never.",
         )
-    # An id that comes again is the template's turn marker, not a BOS.
-    has_bos = tokens[:1] == [bos_id] and bos_id not in tokens[1:]
+    # Some templates print one where the tokenizer adds one, too. An id that comes again later is
+    # the template's turn marker, not a BOS.
+    run = next((i for i, token in enumerate(tokens) if token != bos_id), len(tokens))
+    has_bos = run > 0 and bos_id not in tokens[run:]
     if bos == "always" and not has_bos:
         return [bos_id, *tokens], True
     if bos == "never" and has_bos:
-        return tokens[1:], False
+        return tokens[run:], False
     return tokens, has_bos
