@@ -316,6 +316,70 @@ def test_weights_that_loading_made_plain_are_called_quantized(folder: Path) -> N
     assert Target.load(str(folder)).provenance["quantization"].value == "mxfp4, dequantized"
 
 
+def _gguf(path: Path, *, without: str = "", yarn: bool = False, **more: tuple[int, ...]) -> str:
+    """A tiny Llama with ``more`` tensors, whose names have _ for a dot."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(H)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(5e5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(V)
+    if yarn:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", *(f"token {i}" for i in range(3, V))])
+    writer.add_token_types([1] * V)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (V, H),
+        "output_norm.weight": (H,),
+        "output.weight": (V, H),
+    }
+    block = {"attn_norm": (H,), "attn_q": (H, H), "attn_k": (16, H), "attn_v": (16, H)}
+    block |= {"attn_output": (H, H), "ffn_norm": (H,), "ffn_gate": (48, H), "ffn_up": (48, H)}
+    for i in range(2):
+        for name, shape in {**block, "ffn_down": (H, 48)}.items():
+            shapes[f"blk.{i}.{name}.weight"] = shape
+    shapes.pop(without, None)
+    rng = torch.Generator().manual_seed(0)
+    for name, shape in (shapes | {k.replace("__", "."): v for k, v in more.items()}).items():
+        writer.add_tensor(name, torch.randn(shape, generator=rng).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"rope_freqs__weight": (4,)}, r"scales its rotations.*got factors"),
+        ({"yarn": True}, r"scales its rotations.*got yarn"),
+        ({"blk__0__attn_q__bias": (H,)}, "32 numbers more than the model"),
+        ({"without": "blk.1.ffn_up.weight"}, r"missing: .*layers\.1\.mlp\.up_proj"),
+    ],
+)
+def test_a_gguf_file_that_is_not_read_whole_is_refused(
+    odd: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        Target.load(_gguf(tmp_path / "odd.gguf", **odd))
+
+
+def test_a_gguf_file_that_is_read_whole(tmp_path: Path) -> None:
+    target = Target.load(_gguf(tmp_path / "x.gguf", blk__2__nextn=(H,)))
+    assert target.shape.rope.theta == 5e5 and target.provenance["eos_ids"].value == [2]
+
+
 # Ends of text
 
 

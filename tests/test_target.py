@@ -767,7 +767,9 @@ def test_a_gguf_header_is_read_and_a_cut_file_noticed(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     _tiny_gguf(path)
     header = read_gguf_header(path)
-    assert header == gguf_header.GgufHeader(3 * 64 + 2 * 64, "F32 x 1, Q4_1 x 1")
+    sizes = {"a": 3 * 64, "b": 2 * 64}
+    assert header == gguf_header.GgufHeader(sizes, "F32 x 1, Q4_1 x 1", None)
+    assert header.elements == 5 * 64
     data = path.read_bytes()
     for damaged in (data[:-40], data[:100], data[:10], b"", b"GGML" + data[4:]):
         path.write_bytes(damaged)

@@ -15,10 +15,19 @@ from driftlab.files import refuse_irregular
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``elements`` in all tensors; ``types`` counts tensors, e.g. ``Q4_1 x 210, F32 x 61``."""
+    """What the head says.
 
-    elements: int
+    sizes: elements of each tensor by its name. types: counts, e.g. ``Q4_1 x 210, F32 x 61``.
+    scaling: how rotations are scaled (``yarn``, ``longrope``, ``factors`` for a tensor of them).
+    """
+
+    sizes: dict[str, int]
     types: str
+    scaling: str | None
+
+    @property
+    def elements(self) -> int:
+        return sum(self.sizes.values())
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -34,7 +43,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
     if not path.is_file():
         raise CheckpointError("the GGUF file does not exist", got=path, remedy="Check the path.")
     counts: Counter[str] = Counter()
-    elements, needed, alignment = 0, 0, 32
+    sizes: dict[str, int] = {}
+    needed, alignment = 0, 32
+    scaling: str | None = None
     try:
         with path.open("rb") as file:
             magic, version, n_tensors, n_fields = struct.unpack("<4sIQQ", _take(file, 24))
@@ -43,10 +54,12 @@ def read_gguf_header(path: Path) -> GgufHeader:
             for _ in range(n_fields):
                 key, (kind,) = _string(file), struct.unpack("<I", _take(file, 4))
                 value = _value(file, kind)
-                if key == b"general.alignment" and value is not None:
+                if key == b"general.alignment" and isinstance(value, int):
                     alignment = value
+                if key.endswith(b".rope.scaling.type") and value != "none":
+                    scaling = str(value)
             for _ in range(n_tensors):
-                _string(file)
+                name = _string(file).decode("utf-8", "replace")
                 (n_dims,) = struct.unpack("<I", _take(file, 4))
                 *shape, kind, offset = struct.unpack(f"<{n_dims}QIQ", _take(file, 8 * n_dims + 12))
                 size = 1
@@ -55,7 +68,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 quant = GGMLQuantizationType(kind)
                 block, block_bytes = GGML_QUANT_SIZES[quant]
                 counts[quant.name] += 1
-                elements += size
+                sizes[name] = size
+                if name.startswith("rope_f"):  # rope_freqs, rope_factors_long and _short
+                    scaling = scaling or "factors"
                 needed = max(needed, offset + size // block * block_bytes)
             if alignment < 1:
                 raise ValueError(f"general.alignment is {alignment}")
@@ -67,7 +82,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise CheckpointError(
             f"{path} is no complete GGUF file", got=error, remedy="Fetch the file again."
         ) from None
-    return GgufHeader(elements, ", ".join(f"{k} x {n}" for k, n in counts.most_common()))
+    types = ", ".join(f"{k} x {n}" for k, n in counts.most_common())
+    return GgufHeader(sizes, types, scaling)
 
 
 def _take(file: BinaryIO, n: int) -> bytes:
@@ -82,12 +98,12 @@ def _string(file: BinaryIO) -> bytes:
     return _take(file, struct.unpack("<Q", _take(file, 8))[0])
 
 
-def _value(file: BinaryIO, kind: int) -> int | None:
-    """Step over one metadata value; return it when it is a 32-bit unsigned integer."""
+def _value(file: BinaryIO, kind: int) -> int | str | None:
+    """Step over one metadata value; return it when it is text or a 32-bit unsigned integer."""
     widths = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
     if kind == 8:
-        _string(file)
-    elif kind == 9:
+        return _string(file).decode("utf-8", "replace")
+    if kind == 9:
         inner, n = struct.unpack("<IQ", _take(file, 12))
         if inner in widths:
             _take(file, widths[inner] * n)

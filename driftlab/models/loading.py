@@ -35,7 +35,7 @@ from driftlab.errors import (
 )
 from driftlab.files import refuse_irregular
 from driftlab.models.checkpoints.read import expanded
-from driftlab.models.gguf_header import read_gguf_header
+from driftlab.models.gguf_header import GgufHeader, read_gguf_header
 from driftlab.models.memory import system_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,6 +70,7 @@ def load_model(
     read = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantization: str | None = None
     n_bytes: int | None = None
+    header: GgufHeader | None = None
     name, has_tokenizer = source, True
     if gguf:
         path = expanded(source)
@@ -108,6 +109,8 @@ def load_model(
         )
     model, report = loaded
     left_out = _check_report(report, model, source)
+    if header is not None:
+        _check_gguf(header, model, source)
     if device_map is None and tp_plan is None:
         model = model.to(device)
     tokenizer = None
@@ -275,6 +278,31 @@ def _check_report(report: dict[str, Any], model: Any, source: str) -> list[str]:
             remedy="Weights and config.json belong to different models, or a file is incomplete.",
         )
     return unexpected
+
+
+def _check_gguf(header: GgufHeader, model: Any, source: str) -> None:
+    """The library reads a list of fields and tensors that it knows, and no others."""
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if header.scaling is not None and rope.get("rope_type", "default") == "default":
+        raise CheckpointError(
+            f"{source} scales its rotations, and transformers does not read that",
+            got=header.scaling,
+            remedy="Load the model from its original folder; its states would be wrong.",
+        )
+    blocks = tuple(f"blk.{i}." for i in range(text.num_hidden_layers))
+    others = sum(
+        size
+        for name, size in header.sizes.items()
+        if name.startswith("rope_f") or (name.startswith("blk.") and not name.startswith(blocks))
+    )
+    surplus = header.elements - others - sum(p.numel() for p in model.parameters())
+    if surplus > 0:
+        raise CheckpointError(
+            f"{source} holds tensors that {type(model).__name__} has no place for",
+            got=f"{surplus} numbers more than the model",
+            remedy="transformers does not read this kind of file whole; use the original folder.",
+        )
 
 
 _CONSTANT = (".inv_freq", ".masked_bias", ".attn.bias")  # tables that old files carry along
