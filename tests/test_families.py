@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pairs
@@ -19,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from test_target import COMMON, WINDOW, H, N, V, close, padded, patterns, prompts
 from torch import Tensor
 
-from driftlab.config import Origin
+from driftlab.config import SUITES, Origin, read_experiment
 from driftlab.engines.align import store_rows
-from driftlab.engines.train import SoftTargets
+from driftlab.engines.chain import speculate
+from driftlab.engines.train import SoftTargets, initialise
 from driftlab.errors import CheckpointError, ContractError, DataError
+from driftlab.experiment.plan import Plan
 from driftlab.models.target import Target
 
 PLAIN = {k: v for k, v in COMMON.items() if k != "head_dim"}
@@ -78,6 +81,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
 }
+
+
+GPT2 = hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=N, n_head=4, n_positions=64)
+NEMOTRON = hf.NemotronConfig(**COMMON)
 
 
 def make(model: Any, name: str = "x") -> Target:
@@ -147,6 +154,34 @@ def test_the_scale_of_embeddings_is_said(family: str, scale: float) -> None:
 def test_sizes_are_those_of_a_full_layer() -> None:
     shape = make(FAMILIES["gemma4"]()).shape
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
+
+
+def test_a_fresh_drafter_speculates_for_every_family(target: Target) -> None:
+    like = target.shape
+    config = pairs.config(
+        rope=like.rope, num_heads=like.num_heads, num_kv_heads=like.num_kv_heads,
+        norm_eps=like.norm_eps, draft_vocab_size=V,
+    )  # fmt: skip
+    made = initialise(config, target, None, seed=0, head_init=0.3).requires_grad_(False)
+    prompt = prompts(5)[0]
+    found = speculate(target, made, prompt, depth=3, max_new_tokens=8)
+    assert [list(found.continuation)] == target.generate([prompt], max_new_tokens=8)
+
+
+def test_what_a_drafter_takes_over_and_the_target_lacks_is_assumed() -> None:
+    experiment = read_experiment(SUITES / "micro.toml", ("drafter.draft_vocab_size=97",))
+    said = {}
+    for model in (_model(), hf.GPT2LMHeadModel(GPT2), hf.NemotronForCausalLM(NEMOTRON)):
+        target = Target.from_model(model, name="x", eos_ids=())
+        plan = SimpleNamespace(
+            experiment=experiment, target=target, boundaries=(1, 2, 3), provenance={}
+        )
+        config = Plan.drafter_config(plan, None)  # type: ignore[arg-type]
+        assert plan.provenance["drafter.norm_eps"].value == config.norm_eps
+        said[model.config.model_type] = [
+            name for name, s in plan.provenance.items() if s.origin is Origin.assumed
+        ]
+    assert said == {"llama": [], "gpt2": ["drafter.rope"], "nemotron": []}
 
 
 class _Quarter(hf.LlamaForCausalLM):

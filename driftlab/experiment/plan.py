@@ -292,6 +292,13 @@ class Plan:
                 origin=Origin.read if given else Origin.derived,
                 where="experiment file" if given else "the target's own",
             )
+        for name, taken in (("norm_eps", like.norm_eps), ("rope", like.rope.model_dump())):
+            lacks = name in like.assumed
+            self.provenance[f"drafter.{name}"] = Sourced(
+                value=taken,
+                origin=Origin.assumed if lacks else Origin.derived,
+                where="the target's config has none" if lacks else "the target's own",
+            )
         try:
             return DrafterConfig(
                 **values,

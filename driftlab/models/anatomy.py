@@ -16,6 +16,7 @@ from driftlab.models import wide
 from driftlab.models.loading import whole
 
 _BLOCKS = ("layers", "h", "blocks")
+_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
@@ -39,7 +40,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target's own layers."""
+    """Sizes of a target's own layers; ``assumed`` names the fields that its config lacks."""
 
     intermediate_size: int
     num_heads: int
@@ -47,6 +48,7 @@ class Shape:
     head_dim: int
     norm_eps: float
     rope: Rope
+    assumed: tuple[str, ...] = ()
 
 
 class Anatomy:
@@ -170,18 +172,21 @@ class Anatomy:
         # Layers of several kinds have one block each; the drafter's layer is a full one. A block
         # of None is a layer without positions.
         rope = dict(rope.get("full_attention", rope) or {})
+        stated = bool(rope)
+        eps = next((v for name in _EPS if (v := getattr(text, name, None))), None)
         return Shape(
             intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * self.hidden_size),
             num_heads=heads,
             num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or self.hidden_size // heads),
-            norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+            norm_eps=float(eps or 1e-6),
             rope=Rope(
                 rope_type=rope.pop("rope_type", "default"),
                 theta=rope.pop("rope_theta", None) or 10000.0,
                 parameters=rope,
                 max_position=int(getattr(text, "max_position_embeddings", None) or 4096),
             ),
+            assumed=(() if eps else ("norm_eps",)) + (() if stated else ("rope",)),
         )
 
     @property
