@@ -210,6 +210,41 @@ def test_what_a_hook_returns_takes_the_value_s_place(made: Any, site: str) -> No
     assert same(bare, run(made))
 
 
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda v: v[..., :1],  # would be broadcast
+        lambda v: v.mean(),
+        lambda v: v[:, :2],
+        lambda v: v.double(),
+        lambda v: v.int(),  # would be rounded
+        lambda v: v.numpy(),
+        lambda v: 1.0,
+    ],
+)
+def test_what_cannot_take_a_value_s_place_is_refused(made: Any, returned: Any) -> None:
+    said = r"the place of attn\.out at depth 2 .*\n.*torch\.float32 \(2, 8, 32\)"
+    with (
+        torch.no_grad(),
+        pytest.raises(SiteError, match=said),
+        attach(made, "attn.out", lambda value, moment: returned(value), depths=[2]),
+    ):
+        run(made)
+    assert attached(made) == 0
+
+
+@pytest.mark.parametrize("globs", [[], (), 3, [3], b"logits", None])
+def test_no_site_is_named(made: Any, globs: Any) -> None:
+    with pytest.raises(SiteError, match="no site is named"):
+        attach(made, globs, ignore).__enter__()
+
+
+@pytest.mark.parametrize("depths", [2, "12", [2.0], [True], [None]])
+def test_depths_are_whole_numbers(made: Any, depths: Any) -> None:
+    with pytest.raises(SiteError, match="depths are no whole numbers"):
+        attach(made, "logits", ignore, depths=depths).__enter__()
+
+
 def test_a_change_at_one_depth_leaves_the_depths_before_it(made: Any) -> None:
     bare = run(made)
     with attach(made, "feedback.in", lambda value, moment: value + 1, depths=[2]):

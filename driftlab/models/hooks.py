@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from driftlab.config import is_whole
 from driftlab.errors import SiteError
 
 
@@ -123,11 +124,16 @@ def match(root: nn.Module, globs: str | Iterable[str]) -> list[HookPoint]:
 
     Raises
     ------
-    SiteError: a glob matches nothing; near names are listed.
+    SiteError: no glob is given, or one matches nothing; near names are listed.
     """
     known = points(root)
     found: dict[str, HookPoint] = {}
-    for glob in [globs] if isinstance(globs, str) else globs:
+    asked = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
+    if not asked or not all(isinstance(glob, str) for glob in asked):
+        raise SiteError(
+            "no site is named", got=globs, remedy="Give a name with wildcards, or several."
+        )
+    for glob in asked:
         names = fnmatch.filter(known, glob)
         if not names:
             near = difflib.get_close_matches(glob, known, n=3, cutoff=0.4) or sorted(known)[:3]
@@ -149,17 +155,17 @@ def attach(
 ) -> Iterator[None]:
     """Call ``fn(value, moment)`` at every matching site while the context is open.
 
-    ``fn`` returns None to leave the value, or a tensor that takes its place. All hooks
-    are gone afterwards, also after an exception.
+    ``fn`` returns None to leave the value, or a tensor of its shape and dtype that takes its
+    place. All hooks are gone afterwards, also after an exception.
 
     Raises
     ------
-    SiteError: a glob matches nothing, a matched site fired at none of the wanted depths, or
-        at a wanted depth no matched site fired (raised on a clean exit only, so that it hides
-        no other error). Near sites that would have fired are listed.
+    SiteError: ``fn`` returns anything else, a glob matches nothing, a matched site fired at
+        none of the wanted depths, or at a wanted depth no matched site fired (raised on a clean
+        exit only, so that it hides no other error). Near sites that would have fired are listed.
     """
     sites = match(root, globs)
-    wanted = None if depths is None else frozenset(depths)
+    wanted = None if depths is None else _checked(depths)
     fired: set[tuple[str, int]] = set()
 
     def call(module: nn.Module, _args: object, value: Tensor) -> Tensor | None:
@@ -168,7 +174,10 @@ def attach(
         if wanted is not None and moment.depth not in wanted:
             return None
         fired.add((module.site, moment.depth))
-        return fn(value, moment)
+        new = fn(value, moment)
+        if new is not None:
+            _check_like(new, value, moment)
+        return new
 
     handles = [site.register_forward_hook(call) for site in sites]
     try:
@@ -189,6 +198,25 @@ def attach(
             remedy="Run the drafter that deep inside the context. fuse.* fire at depth 1 only; "
             f"near matches that fire at every depth: {', '.join(near or every_depth[:3])}.",
         )
+
+
+def _checked(depths: Iterable[int]) -> frozenset[int]:
+    wanted = list(depths) if isinstance(depths, Iterable) else [None]
+    if not all(map(is_whole, wanted)):
+        raise SiteError("depths are no whole numbers", got=depths, remedy="For example [1, 2].")
+    return frozenset(wanted)
+
+
+def _check_like(new: object, value: Tensor, moment: Moment) -> None:
+    """A value of another shape would be broadcast, one of another dtype rounded."""
+    if isinstance(new, Tensor) and (new.shape, new.dtype) == (value.shape, value.dtype):
+        return
+    shown = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+    raise SiteError(
+        f"what a hook returns cannot take the place of {moment.site} at depth {moment.depth}",
+        got=shown,
+        remedy=f"Return None, or a tensor of {value.dtype} {tuple(value.shape)}.",
+    )
 
 
 class Captured(dict[tuple[str, int], Tensor]):
