@@ -317,6 +317,26 @@ def test_an_sglang_page(tmp_path: Path) -> None:
     text = 'sglang:spec_accept_length{tp_rank="0"} 2.5\nsglang:spec_num_steps 4.0\n'
     found = read_served(wrote(tmp_path, text))
     assert (found.accepted_drafts, found.depth) == (1.5, 4)
+    found = read_served(wrote(tmp_path, text + 'sglang:spec_accept_length{tp_rank="1"} 3.5\n'))
+    assert found.accepted_drafts == 2.0
+    assert any("mean of 2 ranks" in note for note in found.notes)
+
+
+GAUGE = 'sglang:spec_accept_length{model_name="m"} 2.5\nsglang:spec_num_steps 4.0\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GAUGE + GAUGE.splitlines()[0].replace('"m"', '"n"'), "several models .*m, n"),
+        (GAUGE + GAUGE.splitlines()[0].replace("2.5", "3.5"), "spec_accept_length twice"),
+        (SGLANG + SGLANG.replace("steps=3", "steps=4"), "unlike settings .*num_steps 3 and 4"),
+        (SGLANG.replace("topk=1", "topk=8") + SGLANG, "unlike settings .*eagle_topk 8 and 1"),
+    ],
+)
+def test_several_servers_in_one_file_are_not_averaged(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        read_served(wrote(tmp_path, text))
 
 
 # Served beside measured

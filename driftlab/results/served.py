@@ -125,7 +125,11 @@ def _sample(line: str) -> _Line | None:
     return _Line(found[1], dict(_LABEL.findall(found[2] or "")), value)
 
 
-def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
+_AGAIN = "Save the page anew, whole and once."
+
+
+def _check_series(path: Path, pattern: re.Pattern[str], samples: Sequence[_Line]) -> None:
+    """Raise RunError for several models, and for a series that stands there twice."""
     models = sorted({s.labels["model_name"] for s in samples if "model_name" in s.labels})
     if len(models) > 1:
         raise RunError(
@@ -133,23 +137,28 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
             got=", ".join(models),
             remedy="Save the lines of one model only.",
         )
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for s in samples:
+        series = (pattern.sub(r"\1", s.name), frozenset(s.labels.items()))
+        if series in seen:  # it would count twice
+            got = dict(s.labels) or None
+            raise RunError(f"{path} holds {s.name} twice", got=got, remedy=_AGAIN)
+        seen.add(series)
+
+
+def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
+    _check_series(path, _VLLM, samples)
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
-    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
-    again = "Save the page anew, whole and once."
     for s in samples:
         name = _VLLM.sub(r"\1", s.name)
-        series = (name, frozenset(s.labels.items()))
-        if series in seen:  # added up, they would pass for twice as many rounds
-            raise RunError(f"{path} holds {s.name} twice", got=dict(s.labels) or None, remedy=again)
-        seen.add(series)
         if not math.isfinite(s.value) or s.value < 0:
-            raise RunError(f"{path}: {s.name} is no count", got=s.value, remedy=again)
+            raise RunError(f"{path}: {s.name} is no count", got=s.value, remedy=_AGAIN)
         if name == "num_accepted_tokens_per_pos":
             place = s.labels.get("position", "")
             if re.fullmatch("[0-9]{1,9}", place) is None or int(place) >= _POSITIONS:
                 what = f"{path}: {s.name} names no position"
-                raise RunError(what, got=f"{place[:20]!r}", remedy=again)
+                raise RunError(what, got=f"{place[:20]!r}", remedy=_AGAIN)
             positions[int(place)] = positions.get(int(place), 0.0) + s.value
         else:
             totals[name] = totals.get(name, 0.0) + s.value
@@ -194,6 +203,7 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
 
 
 def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
+    _check_series(path, _SGLANG, samples)
     held: dict[str, list[float]] = {}
     for s in samples:
         held.setdefault(_SGLANG.sub(r"\1", s.name), []).append(s.value)
@@ -216,7 +226,10 @@ def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
         accepted_drafts=float(np.mean(lengths)) - 1,
         counts="the gauge spec_accept_length, bonus token included, less 1",
         depth=depth,
-        notes=("the gauge is that of the last logging window alone: a log says more",),
+        notes=(
+            "the gauge is that of the last logging window alone: a log says more",
+            *([f"mean of {len(lengths)} ranks, each alike"] if len(lengths) > 1 else []),
+        ),
     )
 
 
@@ -238,7 +251,15 @@ def _sglang_log(path: Path, text: str) -> Served:
             f"{path}: every accept len is below 1, nothing was drafted",
             remedy="Give the log of a server that answered requests with speculation on.",
         )
-    arguments = {k.replace("-", "_"): int(v) for k, v in _ARGUMENT.findall(text)}
+    arguments: dict[str, int] = {}
+    for name, value in _ARGUMENT.findall(text):
+        known = arguments.setdefault(name.replace("-", "_"), int(value))
+        if known != int(value):
+            raise RunError(
+                f"{path} is of servers with unlike settings",
+                got=f"speculative {name} {known} and {value}",
+                remedy="Save the lines of one server only.",
+            )
     depth = arguments.get("num_steps")
     _refuse_longer(path, [x for x, _ in kept], depth)
     notes = [
