@@ -9,14 +9,16 @@ with lab.intervene(pin_norm()): ...
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from hashlib import sha256
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +37,7 @@ from driftlab.config import (
     Sourced,
     TargetSpec,
     check_sampling,
+    is_whole,
     refuse_assumptions,
 )
 from driftlab.data.corpus import Source, Writing, sources, write_corpus
@@ -66,7 +69,7 @@ from driftlab.experiment.texts import (
 from driftlab.models import memory
 from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
-from driftlab.models.hooks import Captured, HookFn, attach, capture, points
+from driftlab.models.hooks import Captured, HookFn, Moment, attach, capture, points
 from driftlab.models.target import Target
 from driftlab.results.explanations import Explained
 from driftlab.results.probed import ProbeRun
@@ -78,6 +81,9 @@ CACHE = Path("runs/cache")
 """Where generated texts, captured states and the embedded target are kept by default."""
 
 Prompts = str | Path | Sequence[str | Prompt]
+
+_BUSY: WeakKeyDictionary[Drafter, tuple[Lab, int]] = WeakKeyDictionary()
+"""Drafters that a lab runs or changes now, with that lab and its thread."""
 
 
 def open(
@@ -139,7 +145,9 @@ class Lab:
     def __init__(self, target: Target, drafter: Drafter, *, cache: str | Path = CACHE) -> None:
         check_pair(target, drafter)
         self.target, self.drafter, self.cache = target, drafter.eval(), Path(cache)
+        self._plain = self.drafter
         self._applied: tuple[Intervention, ...] = ()
+        self._replaced: set[str] = set()  # sites at which a hook changed a value
 
     # --- what it is ---------------------------------------------------------------------------
 
@@ -256,43 +264,92 @@ class Lab:
 
     # --- reading and changing values ----------------------------------------------------------
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise ConfigError while another lab, or another thread, has the drafter.
+
+        Its sites and hooks are in the drafter: what one changes, the other would measure.
+        """
+        mine = self, threading.get_ident()
+        held = _BUSY.get(self._plain)
+        if held not in (None, mine):
+            raise ConfigError(
+                "another lab or another thread runs or changes this drafter now",
+                remedy="Open each lab with a drafter of its own, and use it in one thread.",
+            )
+        _BUSY[self._plain] = mine
+        try:
+            yield
+        finally:
+            if held is None:
+                _BUSY.pop(self._plain, None)
+
+    @contextmanager
     def hook(
         self, globs: str | Iterable[str], fn: HookFn, *, depths: Iterable[int] | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Call ``fn(value, moment)`` at matching sites while the context is open.
 
         ``moment`` has ``site``, ``depth``, ``anchors`` and ``rows``. None from ``fn`` leaves the
-        value, a tensor takes its place. Raises SiteError for a glob that matches nothing, and on
-        exit for a site that never fired.
+        value, a tensor like it takes its place. What is probed with a value that ``fn`` changed is
+        ``applied``, under the condition ``replaced SITE``. Raises SiteError for a glob that matches
+        nothing, for what cannot take the value's place, and on exit for a site that never fired.
         """
-        return attach(self.drafter, globs, fn, depths=depths)
 
+        def call(value: torch.Tensor, moment: Moment) -> torch.Tensor | None:
+            before = value.clone()
+            new = fn(value, moment)
+            now = value if new is None else new
+            if not (isinstance(now, torch.Tensor) and torch.equal(now, before)):
+                self._replaced.add(moment.site)
+            return new
+
+        with self._alone(), attach(self.drafter, globs, call, depths=depths):
+            yield
+
+    @contextmanager
     def capture(
         self, globs: str | Iterable[str], *, depths: Iterable[int] | None = None
-    ) -> AbstractContextManager[Captured]:
+    ) -> Iterator[Captured]:
         """Keep the newest value of every matching (site, depth) while the context is open.
 
         A probe runs texts in batches and once for each mode, so capture it on one prompt and
         one mode, or a speculation of one round.
         """
-        return capture(self.drafter, globs, depths=depths)
+        with self._alone(), capture(self.drafter, globs, depths=depths) as kept:
+            yield kept
 
     @contextmanager
     def intervene(self, *interventions: Intervention) -> Iterator[Lab]:
         """Run the drafter under ``interventions``; what is probed meanwhile is ``applied``.
 
         Contexts nest. Raises ConfigError for an intervention that does not fit the drafter, and
-        SiteError on exit when the drafter was never run.
+        for contexts that are closed in another order; SiteError on exit when the drafter was
+        never run.
         """
-        if not interventions:
-            raise ConfigError("no intervention is named", remedy="For example pin_norm().")
-        plain, before = self.drafter, self._applied
-        with apply(plain, interventions) as changed:
-            self.drafter, self._applied = changed, (*before, *interventions)
-            try:
-                yield self
-            finally:
-                self.drafter, self._applied = plain, before
+        if not interventions or not all(isinstance(i, Intervention) for i in interventions):
+            raise ConfigError(
+                "no intervention is named",
+                got=interventions or None,
+                remedy="For example pin_norm().",
+            )
+        with self._alone():
+            plain, before = self.drafter, self._applied
+            now = (*before, *interventions)
+            with apply(plain, interventions) as changed:
+                self.drafter, self._applied = changed, now
+                try:
+                    yield self
+                finally:
+                    crossed = self._applied is not now
+                    if crossed:
+                        plain, before = self._plain, ()
+                    self.drafter, self._applied = plain, before
+            if crossed:
+                raise ConfigError(
+                    "interventions are closed in another order than they were opened",
+                    remedy="Use nested `with` blocks; what was run since then is not labelled.",
+                )
 
     # --- running ------------------------------------------------------------------------------
 
@@ -317,16 +374,17 @@ class Lab:
             tokens = list(source.tokens)
         else:
             tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-        return speculate(
-            self.target,
-            self.drafter,
-            tokens,
-            depth=depth,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            draft=draft,
-            seed=seed,
-        )
+        with self._alone():
+            return speculate(
+                self.target,
+                self.drafter,
+                tokens,
+                depth=depth,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                draft=draft,
+                seed=seed,
+            )
 
     def states(
         self,
@@ -345,6 +403,7 @@ class Lab:
         the functions of :mod:`driftlab.analysis.attribution` take. See :meth:`probe` for the
         parameters.
         """
+        _check_counts(max_new_tokens=max_new_tokens, limit=limit, batch=batch)
         temperatures = _temperatures(temperature, seed)
         found = self._sources(prompts, rendering, max_new_tokens)
         return self._states(
@@ -400,6 +459,7 @@ class Lab:
         DataError: no prompts, a prompt beyond the context, or texts too short for ``depth``.
         ConfigError: an impossible setting.
         """
+        _check_counts(depth=depth, max_new_tokens=max_new_tokens, limit=limit, batch=batch)
         try:
             spec = MeasureSpec(
                 depth=depth,
@@ -427,8 +487,9 @@ class Lab:
         )
         features = self._states(found, temperatures, max_new_tokens, seed, batch)
         self._check_effect(features, spec)
-        cell, condition = self._named(rendering)
-        pieces = self._measure(features, spec, cell, batch, shapley)
+        rows = self._measure(features, spec, self._named(rendering)[0], batch, shapley)
+        cell, condition = self._named(rendering)  # with what hooks turned out to replace
+        pieces = _tables(rows, cell)
         pieces["cells"] = [make_table("cells", self._cell(cell, condition, features), cell)]
         pieces["prompts"] = [make_table("prompts", prompt_rows(features.texts, found, spec), cell)]
         settings = {
@@ -441,6 +502,7 @@ class Lab:
             "drafter": self.drafter.config.model_dump(mode="json"),
             "interventions": {cell: [i.record() for i in self._applied]},
         }
+        said = self.drafter.provenance.get("notes")
         manifest = {
             "name": "probe",
             "config": settings,
@@ -456,6 +518,7 @@ class Lab:
                 if s.origin is Origin.assumed
             },
             "versions": {n: version(n) for n in ("driftlab", "torch", "transformers")},
+            "warnings": list(said.value) if said is not None else [],
             "precision": against_float32(
                 self.target, features.texts, self.drafter.config.boundaries
             ),
@@ -499,8 +562,11 @@ class Lab:
             batch=batch,
             rendering=rendering,
         )
+        self._check_effect(features, MeasureSpec(depth=spec.depth, sink=spec.sink))
+        with self._alone():
+            self._replaced.clear()
+            found, left_out = explain_features(self.drafter, features, spec)
         cell, condition = self._named(rendering)
-        found, left_out = explain_features(self.drafter, features, spec)
         tables = [
             make_table(
                 "explained",
@@ -517,7 +583,8 @@ class Lab:
     def _named(self, rendering: Rendering) -> tuple[str, str]:
         """The cell's name, and the condition that it is measured under."""
         given = "" if rendering == RENDERING else f"rendering {rendering.name}"
-        condition = " + ".join(filter(None, (given, self.condition)))
+        replaced = f"replaced {', '.join(sorted(self._replaced))}" if self._replaced else ""
+        condition = " + ".join(filter(None, (given, self.condition, replaced)))
         return "/".join(filter(None, (self.variant, condition))), condition
 
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
@@ -527,9 +594,16 @@ class Lab:
         if isinstance(prompts, str | Path):
             found = load_prompts(prompts)
         else:
+            given = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+            if odd := [p for p in given if not isinstance(p, str | Prompt)]:
+                raise DataError(
+                    "a prompt is neither text nor a Prompt",
+                    got=repr(odd[0]),
+                    remedy="Give texts; token ids are for speculate.",
+                )
             found = [
                 p if isinstance(p, Prompt) else Prompt(f"prompt-{i:03d}", "given", p)
-                for i, p in enumerate(prompts)
+                for i, p in enumerate(given)
             ]
         counts = Counter(prompt.id for prompt in found)
         if twice := sorted(id for id, n in counts.items() if n > 1):
@@ -545,19 +619,22 @@ class Lab:
         batch: int,
     ) -> Features:
         texts: list[Text] = []
-        for temperature in temperatures:
-            writing = Writing(max_new_tokens, temperature, seed, batch)
-            label = f"target writes, temperature {temperature:g}"
-            texts += write_corpus(self.target, found, writing, self.cache / "texts", progress=label)
-        dtype: Dtype = "float32" if self.target.dtype == torch.float32 else "bfloat16"
-        return FeatureStore(self.cache / "states").build(
-            self.target,
-            sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
-            self.drafter.config.boundaries,
-            dtype=dtype,
-            batch=batch,
-            progress="states of the target",
-        )
+        with self._alone():
+            for temperature in temperatures:
+                writing = Writing(max_new_tokens, temperature, seed, batch)
+                label = f"target writes, temperature {temperature:g}"
+                texts += write_corpus(
+                    self.target, found, writing, self.cache / "texts", progress=label
+                )
+            dtype: Dtype = "float32" if self.target.dtype == torch.float32 else "bfloat16"
+            return FeatureStore(self.cache / "states").build(
+                self.target,
+                sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
+                self.drafter.config.boundaries,
+                dtype=dtype,
+                batch=batch,
+                progress="states of the target",
+            )
 
     def _check_effect(self, features: Features, spec: MeasureSpec) -> None:
         """Refuse a sink that a text does not have, and an intervention that changes nothing."""
@@ -570,9 +647,9 @@ class Lab:
             )
 
     def _measure(
-        self, features: Features, spec: MeasureSpec, cell: str, batch: int, shapley: bool
-    ) -> dict[str, list[pa.Table]]:
-        """Checked tables of every text, in the order of their keys."""
+        self, features: Features, spec: MeasureSpec, label: str, batch: int, shapley: bool
+    ) -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
+        """Prompt and rows by table of every text, in the order of their keys."""
         texts = features.texts
         if not any(len(measurable_anchors(text, spec)) for text in texts):
             raise DataError(
@@ -580,19 +657,17 @@ class Lab:
                 remedy="Raise max_new_tokens or lower depth.",
             )
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
-        made: dict[int, dict[str, pa.Table]] = {}
-        with tqdm(total=len(order), desc=f"probe {cell}", unit="text", disable=None) as bar:
+        made: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        self._replaced.clear()
+        with (
+            self._alone(),
+            tqdm(total=len(order), desc=f"probe {label}", unit="text", disable=None) as bar,
+        ):
             for start in range(0, len(order), batch):
                 rows = order[start : start + batch]
-                for i, tables in zip(rows, self._rows(features, rows, spec, shapley), strict=True):
-                    where = f"cell {cell}, prompt {texts[i].prompt_id}"
-                    made[i] = {n: make_table(n, {"cell": cell, **c}, where) for n, c in tables}
-                    if "steps" in made[i]:
-                        made[i]["depths"] = reduce_steps(made[i]["steps"], where)
+                made.update(zip(rows, self._rows(features, rows, spec, shapley), strict=True))
                 bar.update(len(rows))
-        names = (*(n for n in MEASURED if n not in OPTIONAL), "depths")
-        found = {n: [made[i][n] for i in range(len(texts)) if n in made[i]] for n in names}
-        return {n: tables or [SCHEMAS[n].empty_table()] for n, tables in found.items()}
+        return [(text.prompt_id, made[i]) for i, text in enumerate(texts)]
 
     def _rows(
         self, features: Features, rows: Sequence[int], spec: MeasureSpec, shapley: bool
@@ -649,6 +724,27 @@ class Lab:
             "coverage": sum(token in known for token in said) / max(1, len(said)),
             "note": None if source is None else f"drafter {source.value}",
         }
+
+
+def _tables(
+    rows: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]], cell: str
+) -> dict[str, list[pa.Table]]:
+    """Checked tables of what `Lab._measure` gives."""
+    names = (*(n for n in MEASURED if n not in OPTIONAL), "depths")
+    found: dict[str, list[pa.Table]] = {name: [] for name in names}
+    for prompt, tables in rows:
+        where = f"cell {cell}, prompt {prompt}"
+        for name, columns in tables:
+            found[name].append(make_table(name, {"cell": cell, **columns}, where))
+            if name == "steps":
+                found["depths"].append(reduce_steps(found["steps"][-1], where))
+    return {n: tables or [SCHEMAS[n].empty_table()] for n, tables in found.items()}
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if (value is not None or name != "limit") and not (is_whole(value) and value >= 1):
+            raise ConfigError(f"{name} is no whole number from 1 on", got=repr(value))
 
 
 def _temperatures(given: float | Sequence[float], seed: int) -> tuple[float, ...]:

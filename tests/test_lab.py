@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from matplotlib.axes import Axes
 import driftlab
 from driftlab.analysis.attribution import shapley
 from driftlab.analysis.interventions import knock_out_sink, noise, pin_norm, swap_norm
-from driftlab.config import DrafterConfig, Origin, Sourced
+from driftlab.config import DrafterConfig, ExplainSpec, Origin, Sourced
 from driftlab.data.grammar import VOCABULARY, WordTokenizer
 from driftlab.data.prompts import Prompt, Rendering
 from driftlab.engines.anchors import unroll
@@ -35,6 +36,7 @@ from driftlab.experiment import texts
 from driftlab.lab import Lab, ProbeRun
 from driftlab.models.checkpoints import save_drafter
 from driftlab.models.drafter import Drafter
+from driftlab.models.hooks import Moment
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
 from driftlab.results.schema import SCHEMAS
@@ -290,6 +292,13 @@ def test_another_rendering_is_an_applied_change(lab: Lab) -> None:
         ({"sink": (0, 0)}, ConfigError, "twice"),
         ({"sink": ()}, ConfigError, "empty"),
         ({"sink": (0, 500)}, ConfigError, "sink position 500 is not in every text"),
+        ({"depth": True}, ConfigError, "depth is no whole number"),
+        ({"depth": "3"}, ConfigError, "depth is no whole number"),
+        ({"max_new_tokens": 12.5}, ConfigError, "max_new_tokens is no whole number"),
+        ({"limit": 0}, ConfigError, "limit is no whole number from 1 on"),
+        ({"limit": 2.5}, ConfigError, "limit is no whole number"),
+        ({"batch": "4"}, ConfigError, "batch is no whole number"),
+        ({"batch": None}, ConfigError, "batch is no whole number"),
     ],
 )
 def test_impossible_settings(
@@ -297,6 +306,12 @@ def test_impossible_settings(
 ) -> None:
     with pytest.raises(error, match=says):
         lab.probe(PROMPTS, **{**SETTINGS, **change})
+
+
+@pytest.mark.parametrize("prompts", [5, None, [1, 2], [[1, 2]], [b"once"]])
+def test_what_is_no_prompt_is_refused(lab: Lab, prompts: Any) -> None:
+    with pytest.raises(DataError, match="neither text nor a Prompt"):
+        lab.probe(prompts, **SETTINGS)
 
 
 def test_a_target_without_words_takes_token_ids_only() -> None:
@@ -358,6 +373,80 @@ def test_an_intervention_that_changes_nothing_is_no_condition(lab: Lab) -> None:
         lab.intervene(knock_out_sink(positions=(500,))),
     ):
         lab.probe(PROMPTS, **SETTINGS)
+    with (
+        pytest.raises(ConfigError, match="changes nothing"),
+        lab.intervene(knock_out_sink(positions=(500,))),
+    ):
+        lab.explain(PROMPTS, spec=ExplainSpec(depth=2), max_new_tokens=12)
+
+
+@pytest.mark.parametrize("given", [pin_norm, "pin_norm", None, [pin_norm()]])
+def test_what_is_no_intervention_is_refused(lab: Lab, given: Any) -> None:
+    with pytest.raises(ConfigError, match="no intervention is named"), lab.intervene(given):
+        pass
+
+
+def negate(value: torch.Tensor, moment: Moment) -> torch.Tensor:
+    return -value
+
+
+def negate_in_place(value: torch.Tensor, moment: Moment) -> None:
+    value.neg_()
+
+
+@pytest.mark.parametrize("change", [negate, negate_in_place])
+def test_what_a_hook_replaced_is_no_trained_drafter_s(
+    lab: Lab, plain: ProbeRun, change: Any
+) -> None:
+    with lab.hook("logits", lambda value, moment: None), lab.hook("state.pre", change):
+        run = lab.probe(PROMPTS, **SETTINGS)
+    row = run.cells[["axis", "condition", "cell"]].iloc[0].tolist()
+    assert row[:2] == ["applied", "replaced state.pre"] and row[2] == run.steps["cell"][0]
+    assert len(plain.beside(run).cells) == 2
+    pd.testing.assert_frame_equal(lab.probe(PROMPTS, **SETTINGS).cells, plain.cells)
+
+
+def test_a_drafter_is_of_one_lab_and_one_thread_at_a_time(lab: Lab, plain: ProbeRun) -> None:
+    """What one changes, the other would measure and call its own."""
+    other = driftlab.open(lab.target, lab.drafter, cache=lab.cache)
+    found: list[BaseException | None] = []
+
+    def elsewhere() -> None:
+        try:
+            lab.probe(PROMPTS, **SETTINGS)
+        except BaseException as error:
+            found.append(error)
+
+    with lab.intervene(pin_norm()):
+        with pytest.raises(ConfigError, match="another lab"):
+            other.probe(PROMPTS, **SETTINGS)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        lab.probe(PROMPTS, **SETTINGS)
+    assert [type(error) for error in found] == [ConfigError]
+    pd.testing.assert_frame_equal(other.probe(PROMPTS, **SETTINGS).steps, plain.steps)
+
+
+def test_interventions_are_closed_in_order(lab: Lab, plain: ProbeRun) -> None:
+    """The label of one that is gone must not stay."""
+    first, second = lab.intervene(pin_norm()), lab.intervene(noise(0.5))
+    first.__enter__()
+    second.__enter__()
+    lab.probe(PROMPTS, **SETTINGS)
+    for context in (first, second):
+        with pytest.raises(ConfigError, match="another order"):
+            context.__exit__(None, None, None)
+    pd.testing.assert_frame_equal(lab.probe(PROMPTS, **SETTINGS).cells, plain.cells)
+
+
+def test_what_a_reader_remarked_is_said(lab: Lab) -> None:
+    remarked = make_drafter()
+    remarked.provenance["notes"] = Sourced(
+        value=["two bases, the first was taken"], origin=Origin.derived, where="the remarks"
+    )
+    run = driftlab.open(lab.target, remarked, cache=lab.cache).probe(PROMPTS, **SETTINGS)
+    assert run.manifest["warnings"] == ["two bases, the first was taken"]
 
 
 def test_a_hook_reads_and_replaces(lab: Lab, plain: ProbeRun) -> None:

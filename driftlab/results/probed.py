@@ -107,11 +107,11 @@ class ProbeRun:
         for key, place in (("interventions", config), ("drafters", inputs)):
             name = "config" if place is config else "inputs"
             place[key] = {k: v for run in runs for k, v in run.manifest[name][key].items()}
-        told = [line for run in runs for line in run.manifest.get("differs") or []]
-        differs = list(dict.fromkeys(told))
-        return ProbeRun(
-            arrow, {**self.manifest, "config": config, "inputs": inputs, "differs": differs}
-        )
+        told = {
+            key: list(dict.fromkeys(x for run in runs for x in run.manifest.get(key) or []))
+            for key in ("warnings", "differs")
+        }
+        return ProbeRun(arrow, {**self.manifest, "config": config, "inputs": inputs, **told})
 
     def save(self, path: str | Path) -> RunDirectory:
         """Store the run in a folder; ``driftlab.load_run`` and the command line read it.
