@@ -415,6 +415,49 @@ def test_a_gguf_file_that_is_read_whole(tmp_path: Path) -> None:
     assert target.shape.rope.theta == 5e5 and target.provenance["eos_ids"].value == [2]
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_the_text_part_of_a_model_that_sees_is_a_target(kind: str, tmp_path: Path) -> None:
+    eye = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_attention_heads": 2}
+    ids = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    seeing: Any
+    if kind == "gemma3":
+        eye |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+        seeing = hf.Gemma3ForConditionalGeneration(
+            hf.Gemma3Config(
+                text_config=COMMON | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+                vision_config=eye, mm_tokens_per_image=4,
+            )
+        )  # fmt: skip
+    else:
+        eye |= {"depth": 1, "out_hidden_size": H, "deepstack_visual_indexes": [0]}
+        seeing = hf.Qwen3VLForConditionalGeneration(
+            hf.Qwen3VLConfig(
+                text_config=COMMON | {"rope_parameters": rope}, vision_config=eye,
+                vision_end_token_id=93, **ids,
+            )
+        )  # fmt: skip
+    seeing.save_pretrained(tmp_path)
+    target = Target.load(str(tmp_path))
+    assert "tensors left out" not in target.provenance
+    tokens, lengths = padded(prompts(9, 4))
+    own = seeing.eval().model.language_model(input_ids=tokens[:1]).last_hidden_state
+    close(target.forward(tokens, lengths, (2,)).last[:1], own)
+
+
+def test_settings_that_cannot_be_read_are_not_passed_over(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
+        Target.load(str(folder))
+
+
+def test_dtypes_that_do_not_mix_are_one_clear_error() -> None:
+    model = _model().bfloat16()
+    model.model.layers[0].input_layernorm.float()
+    with pytest.raises(ContractError, match=r"x cannot be run.*same dtype"):
+        Target.from_model(model, name="x")
+
+
 # Ends of text
 
 

@@ -172,6 +172,7 @@ class Anatomy:
         # Layers of several kinds have one block each; the drafter's layer is a full one. A block
         # of None is a layer without positions.
         rope = dict(rope.get("full_attention", rope) or {})
+        rope.pop("type", None)  # the older name of rope_type
         stated = bool(rope)
         eps = next((v for name in _EPS if (v := getattr(text, name, None))), None)
         return Shape(

@@ -18,7 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -97,17 +101,12 @@ def load_model(
         _check_memory(n_bytes, source)
 
     placement = {"device_map": device_map, "tp_plan": tp_plan}
+    how = {k: v for k, v in placement.items() if v is not None} | read | file | extra
     with _stage(f"reading {source}"), _quiet(), _as_checkpoint_error(source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=DTYPES[dtype],
-            output_loading_info=True,
-            **{k: v for k, v in placement.items() if v is not None},
-            **read,
-            **file,
-            **extra,
+        cls = AutoModelForCausalLM if gguf else _auto_class(name, read)
+        model, report = cls.from_pretrained(
+            name, dtype=DTYPES[dtype], output_loading_info=True, **how
         )
-    model, report = loaded
     left_out = _check_report(report, model, source)
     if header is not None:
         _check_gguf(header, model, source)
@@ -157,6 +156,15 @@ def load_model(
     return model, tokenizer, provenance
 
 
+def _auto_class(name: str, how: dict[str, Any]) -> Any:
+    """The class that reads a causal LM, or the one for models that also see."""
+    config = AutoConfig.from_pretrained(name, **how)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 def _check_transformers() -> None:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not _SUPPORTED[0] <= version < _SUPPORTED[1]:
@@ -176,6 +184,14 @@ def _check_folder(folder: Path) -> int | None:
         raise CheckpointError(
             f"{folder} holds no config.json", remedy="Give the folder that save_pretrained wrote."
         )
+    settings = folder / "generation_config.json"  # where texts end; the library reads on without
+    if settings.is_file():
+        try:
+            json.loads(settings.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{settings} cannot be read", got=error, remedy="Fetch it again, or remove it."
+            ) from None
     for index in sorted(folder.glob("*.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -56,8 +56,18 @@ class Target(Anatomy):
         )
         generation.new_cache(model.config, 0)  # refuses what cannot be rewound
         tokens = [t % self.vocab_size for t in range(1, min(8, self.max_position) + 1)]
-        self.self_check(tokens)
-        self._check_cache(tokens)
+        try:
+            self.self_check(tokens)
+            self._check_cache(tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ContractError(
+                f"{self.name} cannot be run, at once or block by block on a cache",
+                got=first_line(error),
+                remedy="Load it in one dtype. driftlab works with models whose cache holds keys "
+                "and values only.",
+            ) from error
 
     @classmethod
     def load(
@@ -319,18 +329,10 @@ class Target(Anatomy):
         ids = torch.tensor([list(tokens)], device=self.device)
         whole = self.forward(ids, torch.tensor([n]), (0, self.n_layers), logits=False).aux
         off = 0.0
-        try:
-            with torch.no_grad():
-                session = self.session(tokens[: n // 2 + 1], (0, self.n_layers))
-                for i in range(n // 2 + 1, n, 2):
-                    block = session.extend(tokens[i : i + 2]).aux
-                    off = max(off, _distance(block, whole[:, i : i + 2]))
-        except RuntimeError as error:
-            raise ContractError(
-                f"{self.name} cannot be run block by block on a cache",
-                got=first_line(error),
-                remedy="driftlab works with models whose cache holds keys and values only.",
-            ) from error
+        session = self.session(tokens[: n // 2 + 1], (0, self.n_layers))
+        for i in range(n // 2 + 1, n, 2):
+            block = session.extend(tokens[i : i + 2]).aux
+            off = max(off, _distance(block, whole[:, i : i + 2]))
         if self.dtype in _EXACT and off > 1e-3:
             raise ContractError(
                 f"{self.name}: states on a cache are not those of one run",
