@@ -103,7 +103,7 @@ def load_model(
     placement = {"device_map": device_map, "tp_plan": tp_plan}
     how = {k: v for k, v in placement.items() if v is not None} | read | file | extra
     with _stage(f"reading {source}"), _quiet(), _as_checkpoint_error(source):
-        cls = AutoModelForCausalLM if gguf else _auto_class(name, read)
+        cls: Any = AutoModelForCausalLM if gguf else _auto_class(name, read)
         model, report = cls.from_pretrained(
             name, dtype=DTYPES[dtype], output_loading_info=True, **how
         )
