@@ -312,6 +312,25 @@ def test_a_folder_goes_on_and_refuses_other_settings(stored: Path) -> None:
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
+def test_a_table_that_its_manifest_does_not_note_is_refused(stored: Path) -> None:
+    """A flipped bit reads as another number; an explanation that was stopped has an older table."""
+    folder = ExplainedFolder(stored)
+    with folder.begin({"hash": "a"}) as own:
+        own.write(CELLS[0], PROMPTS[0], columns())
+        own.finish(CELLS[:1], PROMPTS[:1])
+    whole = folder.table.read_bytes()
+    for place in range(4, len(whole), 97):
+        folder.table.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(RunError, match="cannot be read"):
+            Explained.of(stored)
+    folder.table.write_bytes(whole)
+    assert len(Explained.of(stored).table) == 2
+    with folder.begin({"hash": "a", "left_out": 7}):
+        pass
+    with pytest.raises(RunError, match="not the table that its manifest notes"):
+        Explained.of(stored)
+
+
 def test_a_damaged_piece_is_not_there(stored: Path) -> None:
     folder = ExplainedFolder(stored)
     with folder.begin({"hash": "a"}) as own:

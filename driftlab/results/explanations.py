@@ -193,13 +193,16 @@ class Explained:
 
     @classmethod
     def of(cls, run: RunDirectory | str | Path) -> Explained:
-        """The table of a stored run. Raises RunError when it was not explained."""
+        """The table of a stored run. Raises RunError when it was not explained, or is damaged."""
         run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
         folder = ExplainedFolder(run.path)
         facts = folder.manifest
+        noted = facts.get("table")
         try:
+            if not isinstance(noted, dict) or noted.get("sha256") != file_hash(folder.table):
+                raise ValueError("it is not the table that its manifest notes")
             table = pq.read_table(folder.table)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise RunError(
                 f"{folder.table} cannot be read",
                 got=str(error).splitlines()[0],
