@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,19 @@ def test_gradients_need_a_depth_of_the_chain(run: Path) -> None:
         explain_run(run, asked, quiet=True)
     with pytest.raises(ConfigError, match=r"exceeds depth = 3"):
         engine.explain(pairs.drafter(), [], [], asked)
+
+
+def test_the_sink_is_the_run_s_unless_another_is_named() -> None:
+    """Whatever else is asked for: regions of a run and of its explanation are the same."""
+    run = small.copy("own-sink")
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["config"]["measure"]["sink"] = [0, 1]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    explain_run(run, ASKED, quiet=True, limit=1)
+    assert ExplainedFolder(run).manifest["spec"]["sink"] == [0, 1]
+    with pytest.raises(RunError, match="other settings"):
+        explain_run(run, ASKED.model_copy(update={"sink": "first"}), quiet=True, limit=1)
+    shutil.rmtree(run)
 
 
 def test_states_are_read_from_the_cache(run: Path) -> None:

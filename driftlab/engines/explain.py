@@ -288,7 +288,7 @@ def explain_run(
 
     Parameters
     ----------
-    spec: by default with the run's own sink set.
+    spec: with the run's own sink set unless it names one.
     limit: at most so many prompts, at even distances.
     cache: where the run's states are; by default ``cache`` beside the run.
     workers: cells at once, by default the run's; changes no number.
@@ -318,8 +318,9 @@ def explain_run(
             if taken
             else "Give a run of `driftlab ablate` or `driftlab train`.",
         )
-    if spec is None:
-        spec = ExplainSpec(sink=_sink(config))
+    spec = spec or ExplainSpec()
+    if "sink" not in spec.model_fields_set:
+        spec = spec.model_copy(update={"sink": _sink(config)})
     _check_depths(spec)
     for row in cells.to_dict("records"):
         folder = path / "drafters" / row["cell"]
