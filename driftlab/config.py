@@ -652,6 +652,8 @@ def _validated(kind: type[Settings], data: dict[str, Any], where: str) -> Settin
         # neither true for 1 nor "1" for 1.
         text = json.dumps(data, default=_refuse_date)
         return kind.model_validate_json(text, strict=True)
+    except RecursionError:
+        raise ConfigError(f"{where}: tables in tables too deep to read") from None
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, found {e['input']!r:.80}"

@@ -269,6 +269,7 @@ def test_every_wrong_key_is_listed() -> None:
         (b"a = 1\na = 2", "is not a TOML file"),
         (b"\xff\xfe", "is not a TOML file"),
         (b"a = " + b"[" * 100_000, "is not a TOML file"),
+        (b"a" + b".a" * 20_000 + b" = 1", "too deep"),
         (b"", "name: Field required"),
         (b"name = 1979-05-27", "no setting is a date"),
     ],
