@@ -111,6 +111,12 @@ def test_columns_and_filters_are_read_alone(whole: RunDirectory) -> None:
     assert set(part["depth"]) == {2}
 
 
+@pytest.mark.parametrize("filters", [[("x", "=", 1)], [("depth", "=", "a")], "depth"])
+def test_a_wrong_filter_damages_no_table(whole: RunDirectory, filters: Any) -> None:
+    with pytest.raises(RunError, match="steps cannot be filtered so"):
+        whole.table("steps", filters=filters)
+
+
 def test_tables_are_sorted_by_their_keys(whole: RunDirectory) -> None:
     for name in TABLES:
         frame = whole.table(name)

@@ -385,7 +385,13 @@ class RunDirectory:
                 f"{path} is not there",
                 remedy="The run is not finished: run the same command again to complete it.",
             ) from None
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+            if filters is not None and isinstance(noted, dict):  # the file is whole
+                raise RunError(
+                    f"table {name} cannot be filtered so",
+                    got=f"{filters}: {str(error).splitlines()[0]}",
+                    remedy="Filters are those of pyarrow.parquet.read_table.",
+                ) from None
             raise RunError(
                 f"{path} is damaged",
                 got=str(error).splitlines()[0],
