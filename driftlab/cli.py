@@ -246,6 +246,7 @@ def doctor(
     from driftlab.models.checkpoints import refuse_occupied
 
     if fix is not None:
+        checks.refuse_served(profile)  # before the text is written, which takes minutes
         refuse_occupied(fix)
     found = checks.examine(
         _open_target(target, device_map, tp_plan),
@@ -281,7 +282,9 @@ def export(
     for name, source in made.provenance.items():
         if source.origin == "assumed":
             _say_assumed(name, source.value, source.where)
-    for note in save_drafter(made, out, dialect=to, target=opened, source=drafter):
+    read = made.provenance.get("notes")
+    written = save_drafter(made, out, dialect=to, target=opened, source=drafter)
+    for note in [*(read.value if read is not None else []), *written]:
         typer.echo(f"note: {note}")
     typer.echo(f"written: {out}")
 

@@ -232,6 +232,25 @@ def test_export_writes_what_loads_again(call: Call, out: Path, refused: Any) -> 
     assert "unknown layout" in call("export", DRAFTER, "--to", "x", "--out", out)[2]
 
 
+def test_export_says_what_the_file_contradicts(call: Call, out: Path, tmp_path: Path) -> None:
+    """The copy states one value, and nobody would look for the other again."""
+    save_drafter(pairs.drafter(), tmp_path / "d", dialect="vllm")
+    config = tmp_path / "d" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 500.0}))
+    code, said, _ = call("export", tmp_path / "d", "--to", "speculators", "--out", out)
+    assert code == 0 and "note: the config names several rotary bases: 10000.0" in said
+
+
+def test_a_runtime_s_reading_is_refused_before_it_is_examined(
+    refused: Any, patch: pytest.MonkeyPatch, out: Path
+) -> None:
+    from driftlab import doctor
+
+    patch.setattr(doctor, "examine", None)
+    words = ["doctor", "--target", "micro", "--drafter", DRAFTER, "--as", "vllm", "--fix", out]
+    assert "by the file's own reading, not by that of vllm" in refused(*words)
+
+
 @pytest.mark.parametrize("code", [0, 3, 4])
 def test_doctor_ends_with_what_it_found(call: Call, patch: pytest.MonkeyPatch, code: int) -> None:
     from driftlab import doctor

@@ -60,6 +60,7 @@ __all__ = [
     "bench",
     "examine",
     "fix",
+    "refuse_served",
 ]
 
 FAULTS = 3
@@ -148,11 +149,7 @@ def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
             got=f"verdict {diagnosis.verdict}",
             remedy="A corrected copy is written when a candidate won.",
         )
-    if diagnosis.profile is not Profile.trained:
-        raise ConfigError(
-            f"the reading of {diagnosis.profile} was checked, not the file's",
-            remedy="Run the doctor as trained to correct the file.",
-        )
+    refuse_served(diagnosis.profile)
     if diagnosis.source is not None and Path(folder).resolve() == diagnosis.source.resolve():
         raise ConfigError(
             "the corrected copy would replace the drafter", got=folder, remedy="Give a new folder."
@@ -169,6 +166,15 @@ def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
         )
     save_drafter(made, folder)
     return made
+
+
+def refuse_served(profile: str) -> None:
+    """Raise ConfigError for a runtime's profile: its reading corrects no file."""
+    if profile != Profile.trained:
+        raise ConfigError(
+            f"a copy is corrected by the file's own reading, not by that of {profile}",
+            remedy="Run the doctor as trained to correct the file.",
+        )
 
 
 def _one_norm(diagnosis: Diagnosis) -> Candidate | None:
