@@ -22,6 +22,7 @@ from torch import Tensor
 
 from driftlab.config import SUITES, Origin, read_experiment
 from driftlab.engines.align import store_rows
+from driftlab.engines.anchors import unroll
 from driftlab.engines.chain import speculate
 from driftlab.engines.train import SoftTargets, initialise
 from driftlab.errors import CheckpointError, ContractError, DataError
@@ -182,6 +183,15 @@ def test_what_a_drafter_takes_over_and_the_target_lacks_is_assumed() -> None:
             name for name, s in plan.provenance.items() if s.origin is Origin.assumed
         ]
     assert said == {"llama": [], "gpt2": ["drafter.rope"], "nemotron": []}
+
+
+def test_an_id_of_padding_that_a_drafter_does_not_have_is_an_error() -> None:
+    padded_target, drafter = Target.from_model(_model(vocab_size=128), name="x"), pairs.drafter()
+    with pytest.raises(DataError, match=r"token id 120, for which the drafter .*got 97 ids"):
+        speculate(padded_target, drafter, [1, 2, 120], depth=2, max_new_tokens=4)
+    tokens = torch.tensor([[1, 120, 3, 4]])
+    with pytest.raises(DataError, match="token id 120"):
+        list(unroll(drafter, tokens, pairs.states(padded_target, tokens), depth=1, mode="free"))
 
 
 class _Quarter(hf.LlamaForCausalLM):

@@ -62,10 +62,11 @@ def unroll(
 
     Raises
     ------
-    DataError: a text of fewer than two tokens. ContractError: aux of another length, or
+    DataError: a text of fewer than two tokens, or with an id that the drafter does not have.
+    ContractError: aux of another length, or
         anchors that are none, do not ascend, or lie outside the text.
     """
-    _check(tokens, aux)
+    _check(drafter, tokens, aux)
     batch, size = tokens.shape
     device = tokens.device
     if lengths is None:
@@ -105,7 +106,7 @@ def forced_states(
 
     Raises DataError and ContractError as `unroll` does.
     """
-    _check(tokens, aux)
+    _check(drafter, tokens, aux)
     memory = drafter.new_memory()
     half = drafter.read(tokens[:, 1:])
     u = drafter.fuse(aux[:, :-1])
@@ -130,7 +131,7 @@ def forced_states(
         yield state
 
 
-def _check(tokens: Tensor, aux: Tensor) -> None:
+def _check(drafter: Drafter, tokens: Tensor, aux: Tensor) -> None:
     if tokens.shape[1] < 2:
         raise DataError(
             "a chain needs one position with captured states and one known token after it",
@@ -141,6 +142,17 @@ def _check(tokens: Tensor, aux: Tensor) -> None:
         raise ContractError(
             "captured states and tokens differ in shape",
             got=f"{tuple(aux.shape[:2])} and {tuple(tokens.shape)}",
+        )
+    check_known(drafter, int(tokens.max()))
+
+
+def check_known(drafter: Drafter, largest: int) -> None:
+    """Raise DataError for an id of a padded target's vocabulary that the drafter cannot read."""
+    if largest >= drafter.config.vocab_size:
+        raise DataError(
+            f"the text holds token id {largest}, for which the drafter has no embedding",
+            got=f"{drafter.config.vocab_size} ids",
+            remedy="The target's vocabulary is larger than its tokenizer's; leave such texts out.",
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlab.config import check_sampling, is_whole
+from driftlab.engines.anchors import check_known
 from driftlab.errors import ConfigError, ContractError, DataError, NumericsError
 from driftlab.models.drafter import Drafter, Memory
 from driftlab.models.target import Target
@@ -82,8 +83,8 @@ def speculate(
     ------
     ConfigError: an unknown ``draft``, or a temperature or seed that cannot be.
     ContractError: see `check_pair`; or a sampled draft at temperature 0.
-    DataError: an empty or foreign prompt, prompt + new tokens beyond the target's context, or a
-        depth or number of new tokens below 1.
+    DataError: an empty or foreign prompt, prompt + new tokens beyond the target's context, an id
+        that the drafter does not have, or a depth or number of new tokens below 1.
     NumericsError: logits of either model are not finite; model, depth and position are named.
     """
     if draft not in get_args(Draft):
@@ -171,7 +172,9 @@ def _draft(
 ) -> tuple[list[int], Tensor | None]:
     """Extend the prefix by the rows of ``aux`` and draft from the last. q: [depth, Vd]."""
     first = memory.length
-    rows = torch.tensor([tokens[first + 1 : first + 1 + aux.shape[1]]], device=aux.device)
+    read = tokens[first + 1 : first + 1 + aux.shape[1]]
+    check_known(drafter, max(read))
+    rows = torch.tensor([read], device=aux.device)
     state = drafter.step(rows, drafter.fuse(aux, first=first), memory, depth=1)
     memory.select(memory.anchors[-1:])
     drafted: list[int] = []
