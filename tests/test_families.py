@@ -29,9 +29,14 @@ from driftlab.errors import CheckpointError, ContractError, DataError
 from driftlab.experiment.plan import Plan
 from driftlab.models.target import Target
 
-PLAIN = {k: v for k, v in COMMON.items() if k != "head_dim"}
-EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-LATENT = {
+PLAIN: dict[str, Any] = {k: v for k, v in COMMON.items() if k != "head_dim"}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -39,14 +44,18 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-GRANITE = {
+GRANITE: dict[str, Any] = {
     "logits_scaling": 4.0,
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.3,
     "attention_multiplier": 0.2,
 }
-CAPPED = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0}
-LLAMA4 = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": WINDOW}
+CAPPED: dict[str, Any] = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0}
+LLAMA4: dict[str, Any] = {
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "attention_chunk_size": WINDOW,
+}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**PLAIN, **GRANITE)),
@@ -73,8 +82,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron": lambda: hf.NemotronForCausalLM(hf.NemotronConfig(**COMMON)),
     "gemma4": lambda: hf.Gemma4ForCausalLM(
         hf.Gemma4TextConfig(
-            **COMMON | {"head_dim": 4},
-            global_head_dim=8,
+            **COMMON | {"head_dim": 4, "global_head_dim": 8},
             hidden_size_per_layer_input=0,
             num_kv_shared_layers=0,
             sliding_window=WINDOW,
@@ -427,8 +435,9 @@ def test_a_gguf_file_that_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
 def test_the_text_part_of_a_model_that_sees_is_a_target(kind: str, tmp_path: Path) -> None:
-    eye = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_attention_heads": 2}
-    ids = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
+    eye: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    eye["num_attention_heads"] = 2
+    ids: dict[str, Any] = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     seeing: Any
     if kind == "gemma3":

@@ -298,7 +298,7 @@ def test_a_bos_that_stands_twice_is_still_one(times: int) -> None:
 
 
 def test_a_prompt_that_has_ended_is_refused() -> None:
-    ends = tokenizer()
+    ends: Any = tokenizer()
     ends._tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
