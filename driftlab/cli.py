@@ -257,7 +257,9 @@ def doctor(
         progress=True,
     )
     typer.echo(str(found))
-    if fix is not None:
+    if fix is not None and checks.correction(found) is None:
+        typer.echo("corrected copy: none, no other reading is better")
+    elif fix is not None:
         checks.fix(found, fix)
         typer.echo(f"corrected copy: {fix}")
     raise typer.Exit(found.exit_code)

@@ -252,20 +252,23 @@ def test_a_runtime_s_reading_is_refused_before_it_is_examined(
 
 
 @pytest.mark.parametrize("code", [0, 3, 4])
-def test_doctor_ends_with_what_it_found(call: Call, patch: pytest.MonkeyPatch, code: int) -> None:
+def test_doctor_ends_with_what_it_found(
+    call: Call, patch: pytest.MonkeyPatch, code: int, out: Path
+) -> None:
     from driftlab import doctor
 
     class Found:
-        exit_code = code
+        exit_code, winner, verdict = code, None, doctor.Verdict.doubtful
 
         def __str__(self) -> str:
             return "the diagnosis"
 
     patch.setattr(doctor, "examine", lambda target, drafter, **_: Found())
-    assert call("doctor", "--target", "micro", "--drafter", DRAFTER)[:2] == (
-        code,
-        "the diagnosis\n",
-    )
+    words = ("doctor", "--target", "micro", "--drafter", DRAFTER)
+    assert call(*words)[:2] == (code, "the diagnosis\n")
+    told = "the diagnosis\ncorrected copy: none, no other reading is better\n"
+    assert call(*words, "--fix", out)[:2] == (code, told)
+    assert not out.exists()
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -133,16 +133,13 @@ def examine(
 def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
     """Write the drafter with the winner's reading to ``folder``, in driftlab's own layout.
 
-    Without a winner there is one thing that a copy can settle: where two hidden norms were
-    assumed and the text cannot tell them from one, the copy says one, which engines can serve.
-
     Raises
     ------
-    ConfigError: nothing to correct, a runtime's reading was checked, or ``folder`` is the
-        drafter's own: the original is never changed.
+    ConfigError: nothing to correct (see :func:`correction`), a runtime's reading was checked, or
+        ``folder`` is the drafter's own: the original is never changed.
     CheckpointError: ``folder`` is not empty.
     """
-    winner, subject = diagnosis.winner or _one_norm(diagnosis), diagnosis.subject
+    winner, subject = correction(diagnosis), diagnosis.subject
     if winner is None or subject is None:
         raise ConfigError(
             "there is no better reading to write",
@@ -177,8 +174,14 @@ def refuse_served(profile: str) -> None:
         )
 
 
-def _one_norm(diagnosis: Diagnosis) -> Candidate | None:
-    """The reading with one hidden norm, where two were assumed and nothing tells them apart."""
+def correction(diagnosis: Diagnosis) -> Candidate | None:
+    """The reading that a corrected copy gets: the winner's.
+
+    Without one there is one thing that a copy can settle: where two hidden norms were assumed and
+    the text cannot tell them from one, the copy says one, which engines can serve.
+    """
+    if diagnosis.winner is not None:
+        return diagnosis.winner
     if diagnosis.verdict is not Verdict.clean:
         return None
     for c in diagnosis.candidates:
