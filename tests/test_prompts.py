@@ -317,6 +317,17 @@ def test_a_system_prompt_that_the_template_drops_is_refused() -> None:
     assert spelled(tok, render(Prompt("p", "chat", "Hi", ""), tok).tokens) == "[Hi]"
 
 
+def test_a_template_s_own_system_prompt_may_be_asked_for() -> None:
+    """Qwen2.5 and SmolLM2 put one of their own where none is given."""
+    tok = tokenizer(
+        "{% if messages[0].role != 'system' %}(Be brief){% endif %}"
+        "{% for m in messages %}({{ m.content }}){% endfor %}"
+    )
+    asked = render(Prompt("p", "chat", "Hi", "Be brief"), tok)
+    assert spelled(tok, asked.tokens) == "(Be brief)(Hi)"
+    assert asked == render(Prompt("p", "chat", "Hi"), tok)
+
+
 def test_several_templates_need_a_default() -> None:
     tok = tokenizer()
     tok.chat_template = {"rag": LLAMA, "tool_use": CHATML}
