@@ -251,6 +251,9 @@ def test_a_cache_that_gives_other_states_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ContractError, match="states on a cache are not those of one run"):
         make(_Forgetful(hf.LlamaConfig(**COMMON)))
+    # Quantized layers round in half precision whatever dtype the rest has.
+    quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    assert make(_Forgetful(hf.LlamaConfig(**COMMON, quantization_config=quantized))).n_layers == N
 
 
 def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
@@ -352,6 +355,17 @@ def test_parts_that_the_model_does_not_have_are_left_out_and_said(folder: Path) 
     said = target.provenance["tensors left out"]
     assert said.origin is Origin.assumed
     assert f"model.layers.{N - 1}.input_layernorm.weight" in said.value and "5 more" in said.value
+
+
+def test_scales_of_a_server_s_cache_are_left_out_and_said(folder: Path) -> None:
+    """Files in 8 bits bring them along; driftlab's cache is in the model's own dtype."""
+    place = "model.layers.0.self_attn"
+    names = (f"{place}.k_proj.k_scale", f"{place}.kv_scale")
+    more = {name: torch.ones(1) for name in names}
+    shard = min(folder.glob("*.safetensors"))
+    save_file(load_file(shard) | more, shard, metadata={"format": "pt"})
+    said = Target.load(str(folder)).provenance["tensors left out"]
+    assert said.value == ", ".join(names)
 
 
 def test_a_stale_copy_in_another_shard_is_an_error(folder: Path) -> None:

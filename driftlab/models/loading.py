@@ -194,7 +194,8 @@ def _check_folder(folder: Path) -> int | None:
             ) from None
     for index in sorted(folder.glob("*.index.json")):
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = set(places.values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{index} is not an index of shards", got=repr(error), remedy="Fetch it again."
@@ -213,7 +214,7 @@ def _check_folder(folder: Path) -> int | None:
                 got=", ".join(lost[:4]),
                 remedy=f"Fetch the files that {index.name} names.",
             )
-        _check_shards(folder, index)
+        _check_shards(folder, index.name, places)
     files = [p for p in folder.iterdir() if p.suffix in _WEIGHTS and p.is_file()]
     if not files:
         raise CheckpointError(
@@ -257,20 +258,19 @@ def _unstated(folder: Path, config: Any) -> Provenance:
     }
 
 
-def _check_shards(folder: Path, index: Path) -> None:
+def _check_shards(folder: Path, index: str, places: dict[str, str]) -> None:
     """The library reads every tensor of every shard, and the last one of a name wins."""
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     for shard in sorted(set(places.values())):
         if not shard.endswith(".safetensors"):
             continue
         try:
             with safe_open(folder / shard, framework="pt") as file:
                 stale = [n for n in file.keys() if places.get(n, shard) != shard]  # noqa: SIM118
-        except SafetensorError:
+        except (SafetensorError, OSError):
             continue  # said when it is read
         if stale:
             raise CheckpointError(
-                f"{folder}: {shard} holds tensors that {index.name} places elsewhere",
+                f"{folder}: {shard} holds tensors that {index} places elsewhere",
                 got=", ".join(sorted(stale)[:4]),
                 remedy="Fetch the files again: two copies of a tensor, and one of them is stale.",
             )
@@ -285,7 +285,7 @@ def _check_report(report: dict[str, Any], model: Any, source: str) -> list[str]:
     missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
     unexpected = sorted(n for n in report["unexpected_keys"] if not n.endswith(_CONSTANT))
     modules = dict(model.named_modules())
-    dropped = [name for name in unexpected if _inside(name, modules, model)]
+    dropped = [n for n in unexpected if not n.endswith(_SERVED) and _inside(n, modules, model)]
     found = {"missing": missing, "wrong shape": wrong, "without a place": dropped}
     if any(found.values()):
         raise CheckpointError(
@@ -321,7 +321,9 @@ def _check_gguf(header: GgufHeader, model: Any, source: str) -> None:
         )
 
 
-_CONSTANT = (".inv_freq", ".masked_bias", ".attn.bias")  # tables that old files carry along
+# Tables that old files carry along, and scales for a server that keeps its cache in 8 bits.
+_CONSTANT = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
+_SERVED = (".k_scale", ".v_scale", ".kv_scale")
 
 
 def _inside(name: str, modules: dict[str, Any], model: Any) -> bool:
