@@ -58,6 +58,7 @@ __all__ = [
     "Outcome",
     "Verdict",
     "bench",
+    "correction",
     "examine",
     "fix",
     "refuse_served",

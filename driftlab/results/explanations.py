@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from driftlab.errors import DataError, RunError
+from driftlab.errors import DataError, RunError, first_line
 from driftlab.files import file_hash
 from driftlab.results.answers import ALPHA, Answer
 from driftlab.results.records import (
@@ -205,7 +205,7 @@ class Explained:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise RunError(
                 f"{folder.table} cannot be read",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy=f"Run `driftlab explain {run.path}` again: it goes on where it stopped.",
             ) from None
         return cls.build(table, run.cells, run.manifest, left_out=int(facts.get("left_out", 0)))

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from driftlab.errors import DataError, RunError
+from driftlab.errors import DataError, RunError, first_line
 from driftlab.files import file_hash, refuse_irregular
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMA_VERSION, SCHEMAS, TABLES
 from driftlab.results.shards import (
@@ -389,12 +389,12 @@ class RunDirectory:
             if filters is not None and isinstance(noted, dict):  # the file is whole
                 raise RunError(
                     f"table {name} cannot be filtered so",
-                    got=f"{filters}: {str(error).splitlines()[0]}",
+                    got=f"{filters}: {first_line(error)}",
                     remedy="Filters are those of pyarrow.parquet.read_table.",
                 ) from None
             raise RunError(
                 f"{path} is damaged",
-                got=str(error).splitlines()[0],
+                got=first_line(error),
                 remedy="Run the same command again: the tables are rebuilt from finished pieces.",
             ) from None
         return to_pandas(table, categories)
