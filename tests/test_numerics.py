@@ -263,3 +263,16 @@ def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(precision, "free_bytes", lambda: 1000)
     found = precision.against_float32(half(), [], (1, 2, 3))
     assert "was not compared with float32: a copy in float32 needs" in precision_note(found)
+
+
+def test_a_copy_that_is_refused_is_not_compared() -> None:
+    """In half precision, states on a cache are not compared with one run; in the copy they are."""
+    teacher = half()
+
+    def anew(module: Any, args: Any, given: dict[str, Any]) -> Any:
+        return args, given | {"position_ids": torch.arange(given["input_ids"].shape[1])[None]}
+
+    teacher.model.model.register_forward_pre_hook(anew, with_kwargs=True)
+    found = precision.against_float32(teacher, [], (1, 2, 3))
+    assert "not compared with float32" in precision_note(found)
+    assert "states on a cache" in found["not_compared"]
