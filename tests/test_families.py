@@ -252,8 +252,8 @@ def test_a_cache_that_gives_other_states_is_refused() -> None:
     with pytest.raises(ContractError, match="states on a cache are not those of one run"):
         make(_Forgetful(hf.LlamaConfig(**COMMON)))
     # Quantized layers round in half precision whatever dtype the rest has.
-    quantized = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    assert make(_Forgetful(hf.LlamaConfig(**COMMON, quantization_config=quantized))).n_layers == N
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    assert make(_Forgetful(hf.LlamaConfig(**COMMON | quantized))).n_layers == N
 
 
 def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
@@ -355,6 +355,14 @@ def test_parts_that_the_model_does_not_have_are_left_out_and_said(folder: Path) 
     said = target.provenance["tensors left out"]
     assert said.origin is Origin.assumed
     assert f"model.layers.{N - 1}.input_layernorm.weight" in said.value and "5 more" in said.value
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.safetensors"])
+def test_an_index_that_is_not_read_may_lack_its_shards(folder: Path, name: str) -> None:
+    """Folders that were fetched without a second copy of the weights."""
+    index = {"weight_map": {"lm_head.weight": f"not-there-{name}"}}
+    (folder / f"{name}.index.json").write_text(json.dumps(index))
+    assert Target.load(str(folder)).n_layers == N
 
 
 def test_scales_of_a_server_s_cache_are_left_out_and_said(folder: Path) -> None:

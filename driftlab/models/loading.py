@@ -192,7 +192,10 @@ def _check_folder(folder: Path) -> int | None:
             raise CheckpointError(
                 f"{settings} cannot be read", got=error, remedy="Fetch it again, or remove it."
             ) from None
-    for index in sorted(folder.glob("*.index.json")):
+    indexes = sorted(folder.glob("*.index.json"))
+    if any(folder.glob("model*.safetensors")):  # the library reads nothing else then
+        indexes = [i for i in indexes if i.name == "model.safetensors.index.json"]
+    for index in indexes:
         try:
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             shards = set(places.values())
