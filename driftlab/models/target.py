@@ -93,7 +93,8 @@ class Target(Anatomy):
 
         Raises
         ------
-        CheckpointError: files missing, damaged, or not a causal LM; tensors missing.
+        CheckpointError: files missing, damaged, or not a causal LM; tensors missing or without a
+            place in the model.
         ContractError: a model that driftlab cannot take apart.
         ResourceError: not enough memory.
         """
