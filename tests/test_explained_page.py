@@ -207,15 +207,15 @@ def test_a_changed_explanation_is_found(paper: Path, tmp_path: Path) -> None:
     place = table.schema.get_field_index("value")
     table = table.set_column(place, table.schema.field(place), pc.multiply(table["value"], twice))
     pq.write_table(table, folder.table)
-    found = committed.draw(copy, check=True)
-    assert found[0] == "runs/explained-micro/explained.parquet"
-    pages = {f"explained/{n}" for n in ("README.md", "table.csv", "figures/explained.csv")}
-    assert pages <= set(found)
+    assert committed.changed_tables(RunDirectory.open(folder.path.parent)) == ["explained.parquet"]
+    with pytest.raises(RunError, match=r"explained.parquet cannot be read .*its manifest"):
+        committed.draw(copy, check=True)
     # A manifest that vouches for the other table does not make the pages current.
     facts = folder.manifest
     facts["table"]["sha256"] = sha256(folder.table.read_bytes()).hexdigest()
     (folder.path / "manifest.json").write_text(json.dumps(facts))
     found = committed.draw(copy, check=True)
+    pages = {f"explained/{n}" for n in ("README.md", "table.csv", "figures/explained.csv")}
     assert "runs/explained-micro/explained.parquet" not in found and pages <= set(found)
 
 

@@ -426,7 +426,7 @@ def test_an_overflow_is_named_with_depth_and_anchor() -> None:
 
 def test_a_measurement_that_failed_leaves_no_hook() -> None:
     made = pairs.drafter()
-    foreign = pairs.as_text([1, 2], [96, 97, 3, 4, 5, 6], "foreign")
-    with pytest.raises(IndexError):
-        probe(made, [foreign], [torch.zeros(8, 96)], SPEC)
+    text = pairs.as_text([1, 2], [96, 95, 3, 4, 5, 6], "a")
+    with pytest.raises(NumericsError):
+        probe(made, [text], [torch.full((8, 96), torch.nan)], SPEC)
     assert not any(point.hooked for point in points(made).values())
