@@ -523,7 +523,7 @@ def test_a_text_ends_where_engines_end_it(settings: Any, ids: list[int], where: 
     assert Target.from_model(model, _Tokenizer(), name="x", eos_ids=(3,)).eos_ids == {3}
 
 
-@pytest.mark.parametrize("odd", [[[2]], "2", [True]])
+@pytest.mark.parametrize("odd", [[[2]], "2", [True], 2.5])
 def test_an_end_that_is_no_token_id_is_refused(odd: Any) -> None:
     model = _model()
     model.generation_config.eos_token_id = odd

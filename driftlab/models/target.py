@@ -140,7 +140,7 @@ class Target(Anatomy):
             "config": getattr(self.model.config, "eos_token_id", None),
         }
         where, value = next(((k, v) for k, v in settings.items() if v is not None), ("", ()))
-        ids = [value] if isinstance(value, int) else list(value)
+        ids = list(value) if isinstance(value, Iterable) else [value]
         own = getattr(self.tokenizer, "eos_token_id", None)
         if given is None and own is not None and own not in ids:
             ids.append(own)
