@@ -12,6 +12,7 @@ from driftlab.config import SUITES, read_experiment
 from driftlab.data.prompts import load_prompts
 from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.papers.committed import changed_tables
+from driftlab.results.figures import save_figures
 from driftlab.results.records import RunDirectory
 from driftlab.results.schema import SCHEMA_VERSION
 from driftlab.results.served import read_served
@@ -20,6 +21,8 @@ from driftlab.results.served import read_served
 
 _V = "vllm:spec_decode_num_"
 PAGE = f"{_V}drafts_total 100\n{_V}draft_tokens_total 300\n{_V}accepted_tokens_total 90\n"
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def _position(place: str) -> str:
@@ -140,3 +143,13 @@ def test_a_run_that_was_explained_is_current(tmp_path: Path) -> None:
     )
     changed = changed_tables(RunDirectory.open(tmp_path))  # a list where a table was
     assert changed == ["cells.parquet", "explained.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [("pin-micro", "have no prompt_mass"), ("explained-micro", "no measured chains")],
+)
+def test_a_published_run_is_not_drawn_like_a_whole_one(run: str, said: str, tmp_path: Path) -> None:
+    published = RunDirectory.open(ROOT / "papers" / "attention-drift" / "runs" / run)
+    with pytest.raises(RunError, match=said):
+        save_figures(published, tmp_path)

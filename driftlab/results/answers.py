@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from driftlab.errors import RunError
 from driftlab.results.hints import all_loop
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory, Tables
@@ -68,8 +69,14 @@ def load(run: RunDirectory | Tables) -> Tables:
 
 
 def preferred(tables: Tables, *order: Mode) -> Mode:
-    """The first of ``order`` that the run has."""
+    """The first of ``order`` that the run has. Raises RunError when it has no chains."""
     there = modes(tables)
+    if not there:
+        raise RunError(
+            "the run has no measured chains",
+            got="a published explanation holds its own table only",
+            remedy="Make the run itself: its manifest.json names the command.",
+        )
     return next((m for m in order if m in there), there[0])
 
 

@@ -75,8 +75,8 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)\s*(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _VLLM = re.compile(r"^(?:vllm[:_])?spec_decode_(num_\w+?)(?:_total)?$")
 _SGLANG = re.compile(r"^sglang[:_](spec_\w+)$")
-_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*(\d{1,9}(?:\.\d+)?)(?![\d.])", re.ASCII)
-_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*(\d{0,9}(?:\.\d+)?)(?<=\d)(?![\d.])", re.ASCII)
+_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*(\d{1,9}(?:\.\d+)?)(?![\w.])", re.ASCII)
+_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*(\d{0,9}(?:\.\d+)?)(?<=\d)(?![\w.])", re.ASCII)
 _RUNNING = re.compile(r"#running-req\s*:\s*(\d{1,9})(?!\d)", re.ASCII)
 _ARGUMENT = re.compile(
     r"\bspeculative[_-](num[_-]steps|eagle[_-]topk)\s*[=:\s]\s*['\"]?(\d{1,9})(?!\d)", re.ASCII

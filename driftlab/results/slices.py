@@ -244,8 +244,17 @@ class Slice:
         return f"{chains}, {size}" + (f"; {self.note}" if self.note else "")
 
     def cube(self, column: str) -> np.ndarray:
-        """``column`` as [group, seed, prompt, index], NaN where there is no row."""
+        """``column`` as [group, seed, prompt, index], NaN where there is no row.
+
+        Raises RunError for a column that the tables of a published run do without.
+        """
         if column not in self._cubes:
+            if column not in self.frame:
+                raise RunError(
+                    f"the run's tables have no {column}",
+                    got="a published run holds only what its pages need",
+                    remedy="Make the run itself: its manifest.json names the command.",
+                )
             sizes = (self.groups, self.seeds, self.prompts, self.index)
             values = np.full([len(s) for s in sizes], np.nan)
             values[self.positions] = self.frame[column].to_numpy(dtype=float, na_value=np.nan)
