@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from test_target import COMMON, WINDOW, H, N, V, close, padded, patterns, prompts
+from test_target import COMMON, WINDOW, H, N, V, close, padded, patterns, prompts, spread
 from torch import Tensor
 
 from driftlab.config import SUITES, Origin, read_experiment
@@ -96,17 +96,10 @@ GPT2 = hf.GPT2Config(vocab_size=V, n_embd=H, n_layer=N, n_head=4, n_positions=64
 NEMOTRON = hf.NemotronConfig(**COMMON)
 
 
-def make(model: Any, name: str = "x") -> Target:
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(3)
-    return Target.from_model(model, name=name, eos_ids=())
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest) -> Target:
     torch.manual_seed(0)
-    return make(FAMILIES[request.param](), request.param)
+    return spread(FAMILIES[request.param](), request.param)
 
 
 def test_states_logits_and_the_cache_are_the_family_s_own(target: Target) -> None:
@@ -155,13 +148,13 @@ def test_a_final_norm_s_gains_are_found(target: Target) -> None:
     ("family", "scale"), [("granite", 12.0), ("gemma2", H**0.5), ("cohere2", 1.0)]
 )
 def test_the_scale_of_embeddings_is_said(family: str, scale: float) -> None:
-    said = make(FAMILIES[family]()).provenance["embedding_scale"]
+    said = spread(FAMILIES[family]()).provenance["embedding_scale"]
     assert said.value == pytest.approx(scale, rel=1e-3)
     assert "as they are stored" in said.where
 
 
 def test_sizes_are_those_of_a_full_layer() -> None:
-    shape = make(FAMILIES["gemma4"]()).shape
+    shape = spread(FAMILIES["gemma4"]()).shape
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
 
 
@@ -250,10 +243,10 @@ class _Forgetful(hf.LlamaForCausalLM):
 def test_a_cache_that_gives_other_states_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ContractError, match="states on a cache are not those of one run"):
-        make(_Forgetful(hf.LlamaConfig(**COMMON)))
+        spread(_Forgetful(hf.LlamaConfig(**COMMON)))
     # Quantized layers round in half precision whatever dtype the rest has.
     quantized: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbytes"}}
-    assert make(_Forgetful(hf.LlamaConfig(**COMMON | quantized))).n_layers == N
+    assert spread(_Forgetful(hf.LlamaConfig(**COMMON | quantized))).n_layers == N
 
 
 def test_a_config_that_asks_for_tuples_changes_nothing() -> None:
@@ -278,7 +271,7 @@ def test_keys_out_of_reach_are_told_from_a_measured_nought(family: str, back: li
         WINDOW: (k <= q) & (q - k < WINDOW),
         "chunk": (k <= q) & (q // WINDOW == k // WINDOW),
     }
-    target = make(FAMILIES[family]())
+    target = spread(FAMILIES[family]())
     for pattern, kind in zip(patterns(target, prompts(11)), back, strict=True):
         assert torch.equal(pattern.reach[0] & (k <= q), kinds[kind])
         assert torch.equal((pattern.weights[0] > 0).any(0), kinds[kind])
@@ -286,7 +279,7 @@ def test_keys_out_of_reach_are_told_from_a_measured_nought(family: str, back: li
 
 def test_stored_rows_mark_the_keys_of_another_chunk(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    target = make(FAMILIES["llama4"]())
+    target = spread(FAMILIES["llama4"]())
     text = pairs.as_text(prompts(4)[0], prompts(6)[0])
     _, rows = store_rows(target, [text], tmp_path, layers=[0, 3]).item(0)
     assert rows[0, 6].tolist()[:WINDOW] == [-1] * WINDOW and (rows[0, 6, WINDOW:] >= 0).all()
@@ -294,7 +287,7 @@ def test_stored_rows_mark_the_keys_of_another_chunk(tmp_path: Path) -> None:
 
 
 def test_attention_that_is_called_twice_a_block_is_refused() -> None:
-    target = make(hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**COMMON)))
+    target = spread(hf.DiffLlamaForCausalLM(hf.DiffLlamaConfig(**COMMON)))
     with pytest.raises(ContractError, match="more than once"):
         patterns(target, prompts(5))
 
@@ -312,7 +305,7 @@ def test_a_text_past_the_length_where_rotations_change_is_refused() -> None:
         "factor": 4.0,
     }
     config = hf.Phi3Config(**COMMON, rope_parameters=rope, original_max_position_embeddings=16)
-    target = make(hf.Phi3ForCausalLM(config))
+    target = spread(hf.Phi3ForCausalLM(config))
     assert target.max_position == 16
     assert target.provenance["max_position"].where.startswith("longrope")
     target.generate(prompts(12), max_new_tokens=4)

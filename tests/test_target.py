@@ -80,14 +80,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 KINDS = ("llama", "mistral", "gemma3", "gpt2", "gpt_oss")
 
 
-def make(family: str, **more: Any) -> Target:
-    """A random target whose logits are far enough apart to have no near ties."""
-    torch.manual_seed(0)
-    model = FAMILIES[family]() if not more else _llama(**more)
+def spread(model: Any, name: str = "x") -> Target:
+    """``model`` with weights so large that its logits lie apart."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(3)
-    return Target.from_model(model, name=family, eos_ids=())
+    return Target.from_model(model, name=name, eos_ids=())
+
+
+def make(family: str, **more: Any) -> Target:
+    """A random target whose logits are far enough apart to have no near ties."""
+    torch.manual_seed(0)
+    return spread(FAMILIES[family]() if not more else _llama(**more), family)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
