@@ -41,6 +41,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:300]
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which torch says in plain RuntimeErrors on a CPU."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+
+
 class ConfigError(DriftlabError):
     """A setting or experiment file that cannot be used."""
 

@@ -1285,6 +1285,7 @@ def test_nothing_is_skipped_or_filled_in(read: Read) -> None:
         ("num_attention_heads", 0),
         ("num_attention_heads", True),
         ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", 1e30),
         ("hidden_act", "swoosh"),
         ("eagle_config", [1]),
     ],

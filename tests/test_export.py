@@ -308,8 +308,11 @@ def test_writing_again_replaces_where_it_is_asked_to(tmp_path: Path) -> None:
         save_drafter(build(), folder / "notes.txt")
     with pytest.raises(CheckpointError, match="does not write"):
         save_drafter(build(), tmp_path / "e", dialect="angelslim")
-    with pytest.raises(CheckpointError, match="unknown layout"):
+    with pytest.raises(CheckpointError, match="does not write") as unknown:
         save_drafter(build(), tmp_path / "e", dialect="onnx")
+    assert "Layouts: driftlab, vllm, sglang, speculators, safeailab." in str(unknown.value)
+    with pytest.raises(CheckpointError, match="inside the drafter's own folder"):
+        save_drafter(build(), folder / "vllm", dialect="vllm", source=str(folder))
 
 
 def test_a_kill_while_writing_leaves_nothing_that_loads(

@@ -69,6 +69,30 @@ def test_free_memory_is_what_the_system_says() -> None:
     assert free <= available + (1 << 30)
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "cache"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_container_leaves_less_but_gives_up_its_file_cache(
+    limit: str, used: str, cache: str, tmp_path: Path
+) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("9000000\n")
+    (tmp_path / used).write_text("8000000\n")
+    ((tmp_path / limit).parent / "memory.stat").write_text(f"anon 4500000\n{cache} 3500000\n")
+    assert memory.free_bytes(tmp_path) == 4500000
+    (tmp_path / limit).write_text("max\n")
+    free = memory.free_bytes(tmp_path)
+    assert free is not None and free > 4500000
+
+
 @pytest.mark.parametrize("variant", ["none+pre_norm+raw", "per_layer+post_norm+raw"])
 def test_parameters_are_counted_by_shapes(variant: str) -> None:
     made = pairs.drafter(**pairs.VARIANTS[variant])

@@ -517,6 +517,13 @@ def test_three_levels_and_missing_corners() -> None:
     assert alone.effects() == {}
 
 
+def test_equal_ratios_differ_by_nothing() -> None:
+    """Shares of unlike wholes, the same on both sides: no draw tells them apart."""
+    share = Sample(np.array([[0.5, 0.25, 0.75]]), np.array([[2.0, 4.0, 4.0]]))
+    found = estimate([share, share], [-1, 1])
+    assert (found.value, found.low, found.high, found.p) == (0.0, 0.0, 0.0, 1.0)
+
+
 def test_equal_measurements_differ_by_nothing_whatever_their_rounding() -> None:
     """Four thirds, added and taken away with weights of a quarter, leave 1e-17 and no effect."""
     rng = np.random.default_rng(0)

@@ -13,12 +13,19 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from driftlab.config import Origin
-from driftlab.errors import CheckpointError, ContractError, DataError, NumericsError
+from driftlab.errors import (
+    CheckpointError,
+    ContractError,
+    DataError,
+    NumericsError,
+    ResourceError,
+)
 from driftlab.models import attention, generation, gguf_header, loading, wide
 from driftlab.models.attention import Pattern
 from driftlab.models.continuation import Request
@@ -731,6 +738,50 @@ def test_a_damaged_folder_is_one_clear_error(folder: Path, fault: str) -> None:
     with pytest.raises(CheckpointError, match=message) as info:
         Target.load(str(folder))
     assert info.value.remedy
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_a_folder_is_that_of_the_weights_read(
+    llama: Target, tmp_path: Path, dtype: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored in half precision, beside a copy that the library leaves alone."""
+    llama.model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    for file in tmp_path.glob("*.safetensors"):
+        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, {"format": "pt"})
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(10**6))
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(10**6))
+    numbers = sum(p.numel() for p in llama.model.parameters())
+    need = loading._bytes_in_memory(tmp_path, loading.DTYPES[dtype])
+    headers = need - numbers * loading.DTYPES[dtype].itemsize
+    assert 0 < headers < 20_000
+    monkeypatch.setattr(loading, "free_bytes", lambda: need - 1)
+    with pytest.raises(ResourceError, match="of memory"):
+        Target.load(str(tmp_path), dtype=dtype)
+    monkeypatch.setattr(loading, "free_bytes", lambda: need)
+    assert Target.load(str(tmp_path), dtype=dtype).n_layers == llama.n_layers
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+    ],
+)
+def test_a_target_that_does_not_fit_says_so(
+    llama: Target, folder: Path, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "self_check", fail)
+        with pytest.raises(ResourceError, match="while it runs"):
+            Target.from_model(llama.model, name="t")
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ResourceError, match="does not fit in memory"):
+        Target.load(str(folder))
 
 
 def test_code_in_a_checkpoint_does_not_run(folder: Path) -> None:

@@ -21,7 +21,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TypeVar
 
-from driftlab.errors import DriftlabError, ResourceError, RunError, first_line
+from driftlab.errors import DriftlabError, ResourceError, RunError, first_line, lacks_memory
 
 Progress = Callable[[int], None]
 Job = TypeVar("Job")
@@ -105,7 +105,7 @@ def understood(error: BaseException) -> DriftlabError:
             got=named,
             remedy="Free some space and run the same command again: finished work is kept.",
         )
-    if isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said:
+    if any(map(lacks_memory, chain)):
         return ResourceError(
             "not enough memory",
             got=first_line(error),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -36,11 +37,12 @@ from driftlab.errors import (
     DriftlabError,
     ResourceError,
     first_line,
+    lacks_memory,
 )
 from driftlab.files import refuse_irregular
 from driftlab.models.checkpoints.read import expanded
 from driftlab.models.gguf_header import GgufHeader, read_gguf_header
-from driftlab.models.memory import system_bytes
+from driftlab.models.memory import free_bytes, size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = (
@@ -89,7 +91,8 @@ def load_model(
         folder = expanded(source)
         if os.path.isdir(folder):
             name = str(folder)
-            n_bytes = _check_folder(folder)
+            _check_folder(folder)
+            n_bytes = _bytes_in_memory(folder, DTYPES[dtype])
             has_tokenizer = any((folder / part).exists() for part in _TOKENIZER_FILES)
         elif os.path.exists(folder) or source.startswith((".", "/", "~")) or source.count("/") != 1:
             raise CheckpointError(
@@ -175,8 +178,8 @@ def _check_transformers() -> None:
         )
 
 
-def _check_folder(folder: Path) -> int | None:
-    """Bytes of the weight files; raises CheckpointError when a file that must be there is not."""
+def _check_folder(folder: Path) -> None:
+    """Raise CheckpointError when a file that must be there is not, or is not what it must be."""
     for path in sorted(folder.iterdir()):
         if path.suffix in _WEIGHTS or not path.is_dir():
             refuse_irregular(path, CheckpointError)
@@ -218,15 +221,44 @@ def _check_folder(folder: Path) -> int | None:
                 remedy=f"Fetch the files that {index.name} names.",
             )
         _check_shards(folder, index.name, places)
-    files = [p for p in folder.iterdir() if p.suffix in _WEIGHTS and p.is_file()]
-    if not files:
+    if not any(p.suffix in _WEIGHTS and p.is_file() for p in folder.iterdir()):
         raise CheckpointError(
             f"{folder} holds no weights",
             got=", ".join(sorted(p.name for p in folder.iterdir())[:8]),
             remedy="Expected model.safetensors, or shards with their index.",
         )
-    return sum(file.stat().st_size for file in files)
 
+
+def _bytes_in_memory(folder: Path, dtype: torch.dtype) -> int:
+    """What the weights take once they are ``dtype``; files that the library leaves alone, as
+    copies in another layout, do not count."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return _as_dtype(folder / name, dtype)
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return sum(_as_dtype(folder / shard, dtype) for shard in shards)
+    return 0
+
+
+def _as_dtype(file: Path, dtype: torch.dtype) -> int:
+    """Bytes of one file's tensors; quantized ones, and other files than safetensors, as stored."""
+    size = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return size
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                held = tensors.get_slice(name)
+                if stored := _FLOATS.get(held.get_dtype()):
+                    size += (dtype.itemsize - stored) * math.prod(held.get_shape())
+    except (SafetensorError, OSError):
+        pass  # said when it is read
+    return size
+
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 # Fields of HuggingFace's configs that move numbers, and the names that a rotation has had.
 _MOVING = (
@@ -355,11 +387,11 @@ def _quantization(config: Any, name: str, read: dict[str, Any]) -> str | None:
 
 
 def _check_memory(n_bytes: int | None, source: str) -> None:
-    free = system_bytes()
+    free = free_bytes()
     if free is not None and n_bytes is not None and n_bytes > free:
         raise ResourceError(
-            f"{source} needs about {n_bytes / 2**30:.1f} GiB of memory",
-            got=f"{free / 2**30:.1f} GiB free",
+            f"{source} needs about {size(n_bytes)} of memory",
+            got=f"{size(free)} free",
             remedy="Load in a smaller dtype, on a GPU, or with device_map.",
         )
 
@@ -381,13 +413,13 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         yield
     except DriftlabError:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise ResourceError(
-            f"{what} does not fit in memory",
-            got=first_line(error),
-            remedy="Load in a smaller dtype, or with device_map.",
-        ) from None
     except Exception as error:
+        if lacks_memory(error):
+            raise ResourceError(
+                f"{what} does not fit in memory",
+                got=first_line(error),
+                remedy="Load in a smaller dtype, or with device_map.",
+            ) from None
         raise CheckpointError(
             f"{what} cannot be loaded",
             got=f"{type(error).__name__}: {first_line(error)}",

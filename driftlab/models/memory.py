@@ -23,30 +23,26 @@ PROCESS = 500 << 20  # Python with torch and transformers, before it does anythi
 _ITEM = 4  # bytes of a float32
 TEXTS = "a larger machine or shorter texts"  # where no draft vocabulary takes part
 _LOSS = 2**21  # elements of one block of logits in training, on a CPU
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+# Limit, use and statistics of a container, in both versions of control groups. File caches count as
+# used there; those that nobody has read lately are given up for whoever needs memory.
+_CONTAINERS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
-def system_bytes() -> int | None:
-    """Memory that the system could give, whatever a container allows; None unknown."""
+def free_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a new process may take: the system's, or what a container leaves; None unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
+        free = next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
         return None  # not Linux: nothing known to compare with
-
-
-def free_bytes() -> int | None:
-    """Memory that a new process may take: the system's, or what a container leaves; None unknown.
-
-    Memory of a container counts file caches as used, so its limit is a lower bound.
-    """
-    free = system_bytes()
-    if free is None:
-        return None
-    for limit, used in zip(_LIMITS, _USED, strict=True):
+    for limit, used, cache in _CONTAINERS:
         try:
-            bound = int(Path(limit).read_text()) - int(Path(used).read_text())
+            bound = int((groups / limit).read_text()) - int((groups / used).read_text())
+            facts = ((groups / limit).parent / "memory.stat").read_text().split()
+            bound += int(facts[facts.index(cache) + 1])
         except (OSError, ValueError):
             continue
         free = min(free, max(0, bound))

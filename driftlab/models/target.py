@@ -12,7 +12,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from driftlab.config import Origin, Provenance, Sourced, is_whole
-from driftlab.errors import ContractError, DataError, NumericsError, first_line
+from driftlab.errors import (
+    ContractError,
+    DataError,
+    NumericsError,
+    ResourceError,
+    first_line,
+    lacks_memory,
+)
 from driftlab.models import attention, continuation, generation, wide
 from driftlab.models.anatomy import Anatomy, Forward
 from driftlab.models.attention import Pattern, Reader
@@ -59,9 +66,13 @@ class Target(Anatomy):
         try:
             self.self_check(tokens)
             self._check_cache(tokens)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if lacks_memory(error):
+                raise ResourceError(
+                    f"{self.name} does not fit in memory while it runs",
+                    got=first_line(error),
+                    remedy="Load in a smaller dtype, or with device_map.",
+                ) from None
             raise ContractError(
                 f"{self.name} cannot be run, at once or block by block on a cache",
                 got=first_line(error),

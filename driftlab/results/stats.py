@@ -222,6 +222,8 @@ def estimate(
             spread *= math.sqrt(weighing / (weighing - 1))
             p = max(p_floor(weighing), 2 * float(stdtr(weighing - 1, -abs(value) / spread)))
             smallest = float(stdtrit(weighing - 1, [0.975, 0.8]).sum()) * spread
+        elif value == 0:  # ratios that no draw tells apart
+            p = 1.0
     notes = [note] if note else []
     drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
     notes.append(f"{count(n, n_seeds)}, drawn: {drawn_units}")

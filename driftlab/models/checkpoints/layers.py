@@ -210,8 +210,12 @@ def resolve_mlp(sheet: Sheet) -> dict[str, Any]:
     eps = sheet.layer.get("rms_norm_eps", float)
     if eps is None:
         sheet.ledger.assumed("norm_eps", 1e-6, "rms_norm_eps is absent, transformers' default")
-    elif eps.value <= 0:
-        raise CheckpointError(f"{eps.where} must be above 0", got=eps.value)
+    elif not 0 < eps.value < 1:  # above, it would outweigh the mean square that it guards
+        raise CheckpointError(
+            f"{eps.where} must lie between 0 and 1",
+            got=eps.value,
+            remedy="Correct it in the config; trainers write 1e-5 or 1e-6.",
+        )
     else:
         sheet.ledger.take("norm_eps", eps)
     return {

@@ -32,19 +32,25 @@ class Layout:
     notes: list[str] = field(default_factory=list)
 
 
+def writable(name: str) -> Dialect:
+    """The layout of that name; raises CheckpointError for one that driftlab does not write."""
+    for known in (Dialect.driftlab, *_LAYOUTS):
+        if name == known:
+            return known
+    raise CheckpointError(
+        "driftlab does not write this layout",
+        got=name,
+        remedy=f"Layouts: {', '.join([Dialect.driftlab, *_LAYOUTS])}.",
+    )
+
+
 def lay_out(drafter: Drafter, dialect: Dialect, target: TargetLike | None) -> Layout:
     """Config and tensors of ``drafter`` in another layout.
 
     Raises
     ------
-    CheckpointError: the layout is none that driftlab writes, or cannot hold this drafter.
+    CheckpointError: the layout cannot hold this drafter.
     """
-    if dialect not in _LAYOUTS:
-        raise CheckpointError(
-            "driftlab does not write this layout",
-            got=dialect,
-            remedy=f"Layouts: {', '.join([Dialect.driftlab, *_LAYOUTS])}.",
-        )
     config = drafter.config
     said = drafter.provenance.get("double_hidden_norm")
     if config.double_hidden_norm and said is not None and said.origin is Origin.assumed:

@@ -17,7 +17,7 @@ from torch import Tensor
 from driftlab.errors import CheckpointError, ResourceError
 from driftlab.files import file_hash
 from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
-from driftlab.models.checkpoints.layouts import lay_out
+from driftlab.models.checkpoints.layouts import lay_out, writable
 from driftlab.models.checkpoints.native import to_native
 from driftlab.models.checkpoints.read import CONFIG, WEIGHTS, check_numbers, expanded, read_json
 from driftlab.models.checkpoints.sheet import TargetLike
@@ -61,7 +61,7 @@ def save_drafter(
         config, tensors = to_native(drafter)
         notes: list[str] = []
     else:
-        wanted = _layout(dialect)
+        wanted = writable(dialect)
         layout = lay_out(drafter, wanted, target)
         config, tensors, notes = layout.config, layout.tensors, layout.notes
         check_numbers(tensors, where=f"the drafter for {folder}")
@@ -78,9 +78,15 @@ def refuse_occupied(folder: Path, *, source: str | None = None, dialect: str = "
     Free is what is not there or empty, or holds the export of the same ``source`` in the same
     layout that driftlab wrote before, and nothing else.
     """
-    wanted = _layout(dialect)
+    wanted = writable(dialect)
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is a file", remedy="Give a folder.")
+    if source is not None and expanded(source).resolve() in folder.resolve().parents:
+        raise CheckpointError(
+            f"{folder} lies inside the drafter's own folder",
+            got=source,
+            remedy="Give a folder outside: readers take what lies there for the drafter's.",
+        )
     held = sorted(p.name for p in folder.iterdir()) if os.path.isdir(folder) else []
     if not held:
         return
@@ -98,13 +104,6 @@ def refuse_occupied(folder: Path, *, source: str | None = None, dialect: str = "
         got=", ".join(held[:6]),
         remedy="Give another folder, or remove this one.",
     )
-
-
-def _layout(dialect: str) -> Dialect:
-    try:
-        return Dialect(dialect)
-    except ValueError:
-        raise CheckpointError("unknown layout", got=dialect) from None
 
 
 def _mark(source: str) -> str:
