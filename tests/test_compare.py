@@ -282,7 +282,13 @@ def test_engines_of_one_server_are_summed(tmp_path: Path) -> None:
         (page(4, [3, 2]).replace(" 5.0", " 6.0"), "contradict each other"),
         (page(4, [3, 2]).replace(" 4.0", " NaN"), "is no count"),
         (page(4, [3]) + page(4, [3]).replace('"m"', '"n"'), "counts several models"),
-        ("Decode batch, #running-req: 1, accept len: 0.00, accept rate: 0.00\n", "below 1"),
+        (page(4, [3, 2]).replace(" 4.0", " 4.5"), "is no count"),
+        (page(4, [3, 2]).replace(" 5.0", " 5_0.0"), "is no number .*'5_0.0'"),
+        (page(4, [3, 2]).replace(" 8.0", " 20.0"), "contradict each other .*20 drafted"),
+        (
+            "Decode batch, #running-req: 1, accept len: 0.00\n#running-req: 0, accept len: 2.2\n",
+            "no window has running requests .*got 2 in which nothing ran, 0 without",
+        ),
         ('sglang:spec_accept_length{tp_rank="0"} 0.0\n', "nothing was drafted"),
     ],
 )
@@ -311,6 +317,42 @@ def test_an_sglang_log_has_the_bonus_in_its_length(tmp_path: Path) -> None:
     assert any("not compared" in note for note in found.notes)
     tree = SGLANG.replace("topk=1", "topk=4")
     assert any("trees" in note for note in read_served(wrote(tmp_path, tree)).notes)
+
+
+def test_windows_without_plain_numbers_are_left_out_and_counted(tmp_path: Path) -> None:
+    odd = ["2,20", "nan", "1e0", "2.5e-1", "1_0.0", "-2.0"]
+    log = [f"Decode batch, #running-req: 2, accept len: {x}, accept rate: 0,5" for x in odd]
+    log.append("Decode batch, #running-req: 1e3, accept len: 4.00")
+    log.append("Decode batch (#running-req: 1, accept len: 2.25)")
+    found = read_served(wrote(tmp_path, "\n".join(log)))
+    assert found.acceptance_length == 2.25
+    assert "mean of 1 logging windows" in found.notes[0]
+    assert found.notes[1] == "7 windows are left out: their numbers are not plain ones"
+    assert len(found.notes) == 2  # no rate of half a number
+    idle = read_served(wrote(tmp_path, SGLANG)).notes
+    assert "1 windows in which nothing ran are left out" in idle
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{'speculative_num_steps': 3, 'speculative_eagle_topk': 8}",
+        '{"speculative_num_steps": 3, "speculative_eagle_topk": 8}',
+        "--speculative-num-steps 3 --speculative-eagle-topk 8",
+    ],
+)
+def test_the_settings_of_a_server_in_any_spelling(tmp_path: Path, arguments: str) -> None:
+    found = read_served(wrote(tmp_path, f"{arguments}\n#running-req: 1, accept len: 2.0\n"))
+    assert found.depth == 3
+    assert any("topk 8" in note for note in found.notes)
+
+
+def test_examples_and_times_of_openmetrics_are_no_counts(tmp_path: Path) -> None:
+    """Of the specification: NAME{LABELS} VALUE TIME # {LABELS} VALUE TIME."""
+    lines = page(4, [3, 2]).splitlines()
+    for more in (' # {trace_id="a b}"} 1.0', " 1712345678.123", ' 17 # {t="x"} 0.5 17.25'):
+        found = read_served(wrote(tmp_path, "\n".join(line + more for line in lines)))
+        assert (found.rounds, found.marginal) == (4, (0.75, 0.5))
 
 
 def test_an_sglang_page(tmp_path: Path) -> None:

@@ -71,15 +71,21 @@ class _Line(NamedTuple):
     value: float
 
 
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)\s*(?:\{(.*)\})?\s+([^\s}]+)(?:\s+-?\d+)?$")
+# A series, its value, and what OpenMetrics lets follow: a time, and an example behind a #.
+_SAMPLE = re.compile(
+    r'^([A-Za-z_:][\w:]*)\s*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$'
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_NUMBER = re.compile(r"(?i:[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan))", re.ASCII)
 _VLLM = re.compile(r"^(?:vllm[:_])?spec_decode_(num_\w+?)(?:_total)?$")
 _SGLANG = re.compile(r"^sglang[:_](spec_\w+)$")
-_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*(\d{1,9}(?:\.\d+)?)(?![\w.])", re.ASCII)
-_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*(\d{0,9}(?:\.\d+)?)(?<=\d)(?![\w.])", re.ASCII)
-_RUNNING = re.compile(r"#running-req\s*:\s*(\d{1,9})(?!\d)", re.ASCII)
+_LENGTH = re.compile(r"\baccept[ _]len(?:gth)?\s*[:=]\s*([^\s,;)\]]+(?:,\d[^\s,;)\]]*)?)")
+_RATE = re.compile(r"\baccept[ _]rate\s*[:=]\s*(\d{0,9}(?:\.\d+)?)(?<=\d)(?![\w.]|,\d)", re.ASCII)
+_RUNNING = re.compile(r"#running-req\s*:\s*([^\s,;)\]]+)")
+_PLAIN = re.compile(r"\d{1,9}(?:\.\d+)?", re.ASCII)
 _ARGUMENT = re.compile(
-    r"\bspeculative[_-](num[_-]steps|eagle[_-]topk)\s*[=:\s]\s*['\"]?(\d{1,9})(?!\d)", re.ASCII
+    r"\bspeculative[_-](num[_-]steps|eagle[_-]topk)['\"]?\s*[=:\s]\s*['\"]?(\d{1,9})(?!\d)",
+    re.ASCII,
 )
 _POSITIONS = 10_000  # no engine drafts as many; a page that says so is damaged
 
@@ -98,7 +104,7 @@ def read_served(path: str | Path) -> Served:
         raise RunError(
             f"{path} cannot be read", got=error.strerror, remedy="Give the saved page or log."
         ) from None
-    samples = [found for line in text.splitlines() if (found := _sample(line)) is not None]
+    samples = [found for line in text.splitlines() if (found := _sample(path, line)) is not None]
     vllm = [s for s in samples if _VLLM.match(s.name) and not s.name.endswith("_created")]
     gauges = [s for s in samples if _SGLANG.match(s.name)]
     if any(_VLLM.sub(r"\1", s.name) == "num_drafts" for s in vllm):
@@ -114,18 +120,17 @@ def read_served(path: str | Path) -> Served:
     )
 
 
-def _sample(line: str) -> _Line | None:
-    found = _SAMPLE.match(line.strip())
-    if found is None:
-        return None
-    try:
-        value = float(found[3])
-    except ValueError:
-        return None
-    return _Line(found[1], dict(_LABEL.findall(found[2] or "")), value)
-
-
 _AGAIN = "Save the page anew, whole and once."
+
+
+def _sample(path: Path, line: str) -> _Line | None:
+    """One line of a page, None for any other; RunError for an engine's line without a number."""
+    found = _SAMPLE.match(line.strip())
+    if found is None or not (_VLLM.match(found[1]) or _SGLANG.match(found[1])):
+        return None
+    if _NUMBER.fullmatch(found[3]) is None:
+        raise RunError(f"{path}: {found[1]} is no number", got=repr(found[3]), remedy=_AGAIN)
+    return _Line(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3]))
 
 
 def _check_series(path: Path, pattern: re.Pattern[str], samples: Sequence[_Line]) -> None:
@@ -152,7 +157,7 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
     positions: dict[int, float] = {}
     for s in samples:
         name = _VLLM.sub(r"\1", s.name)
-        if not math.isfinite(s.value) or s.value < 0:
+        if not s.value.is_integer() or s.value < 0:
             raise RunError(f"{path}: {s.name} is no count", got=s.value, remedy=_AGAIN)
         if name == "num_accepted_tokens_per_pos":
             place = s.labels.get("position", "")
@@ -177,7 +182,8 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
         )
     counted = [positions.get(i, 0.0) for i in range(max(positions) + 1)] if positions else []
     falling = all(a >= b for a, b in zip([rounds, *counted], counted, strict=False))
-    if accepted > drafted or (counted and (sum(counted) != accepted or not falling)):
+    more = bool(counted) and drafted > len(counted) * rounds
+    if accepted > drafted or more or (counted and (sum(counted) != accepted or not falling)):
         raise RunError(
             f"{path}: the counts contradict each other",
             got=f"{rounds:g} drafts, {drafted:g} drafted, {accepted:g} accepted, by position "
@@ -234,21 +240,27 @@ def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
 
 
 def _sglang_log(path: Path, text: str) -> Served:
-    lengths, weights, rates = [], [], []
+    kept, rates, unread, idle = [], [], 0, 0
     for line in text.splitlines():
         found = _LENGTH.search(line)
         if found is None:
             continue
         running = _RUNNING.search(line)
-        lengths.append(float(found[1]))
-        weights.append(float(running[1]) if running else 1.0)
+        words = found[1], running[1] if running else "1"
+        if not all(map(_PLAIN.fullmatch, words)):
+            unread += 1
+            continue
+        length, weight = map(float, words)
+        if length < 1 or not weight:  # nothing ran in this window
+            idle += 1
+            continue
+        kept.append((length, weight))
         if (rate := _RATE.search(line)) is not None:
             rates.append(float(rate[1]))
-    # A window in which nothing ran is logged as 0.
-    kept = [(x, w) for x, w in zip(lengths, weights, strict=True) if x >= 1 and w > 0]
     if not kept:
         raise RunError(
-            f"{path}: every accept len is below 1, nothing was drafted",
+            f"{path}: no window has running requests and an accept len of 1 or more",
+            got=f"{idle} in which nothing ran, {unread} without plain numbers",
             remedy="Give the log of a server that answered requests with speculation on.",
         )
     arguments: dict[str, int] = {}
@@ -266,6 +278,10 @@ def _sglang_log(path: Path, text: str) -> Served:
         f"mean of {len(kept)} logging windows, weighted by their running requests; the log rounds "
         "each to two decimals"
     ]
+    if idle:
+        notes.append(f"{idle} windows in which nothing ran are left out")
+    if unread:
+        notes.append(f"{unread} windows are left out: their numbers are not plain ones")
     if rates:
         notes.append(
             f"accept rate {np.mean(rates):.2f} as logged; its denominator has changed between "
