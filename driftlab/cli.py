@@ -181,7 +181,7 @@ def probe(
     measured.manifest["asked"] = asked
     _finish(measured.save(out))
     row: Any  # of columns that pandas cannot tell the types of
-    for row in accepted_by_context(measured.steps).itertuples():
+    for row in accepted_by_context(measured.steps, measured.prompts).itertuples():
         typer.echo(
             f"context of {row.low} to {row.high - 1} tokens: {row.accepted:.2f} accepted drafts a "
             f"round ({row.text}, {row.anchors} rounds)"
@@ -568,7 +568,7 @@ def _redo(
 
 def _finish(run: RunDirectory) -> None:
     """Draw, report, and print the answers with the paths of what was written."""
-    from driftlab.results.answers import answers, summary_table
+    from driftlab.results.answers import answers, basis, summary_table
     from driftlab.results.drawn import note
     from driftlab.results.figures import save_figures
     from driftlab.results.hints import hints
@@ -591,7 +591,9 @@ def _finish(run: RunDirectory) -> None:
     for said in [*warned, *hints(tables)]:
         typer.echo(f"warning: {said}")
     typer.echo("")
-    typer.echo(_table(summary_table(without_conditions(tables))))
+    plain = without_conditions(tables)
+    typer.echo(_table(summary_table(plain)))
+    typer.echo(basis(plain))
     typer.echo("")
     for answer in answers(tables):
         typer.echo(f"- {answer.sentence}")

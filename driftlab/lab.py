@@ -40,7 +40,7 @@ from driftlab.config import (
     is_whole,
     refuse_assumptions,
 )
-from driftlab.data.corpus import Source, Writing, sources, write_corpus
+from driftlab.data.corpus import Source, Writing, refuse_repeated, sources, write_corpus
 from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.grammar import VOCABULARY, WordTokenizer
 from driftlab.data.prompts import Prompt, Rendering, load_prompts
@@ -405,14 +405,8 @@ class Lab:
         """
         _check_counts(max_new_tokens=max_new_tokens, limit=limit, batch=batch)
         temperatures = _temperatures(temperature, seed)
-        found = self._sources(prompts, rendering, max_new_tokens)
-        return self._states(
-            spread(found, limit),
-            temperatures,
-            max_new_tokens,
-            seed,
-            batch,
-        )
+        found = self._measured(prompts, rendering, max_new_tokens, limit)
+        return self._states(found, temperatures, max_new_tokens, seed, batch)
 
     def probe(
         self,
@@ -474,8 +468,7 @@ class Lab:
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}", got=first["input"]
             ) from None
         temperatures = _temperatures(temperature, seed)
-        found = self._sources(prompts, rendering, max_new_tokens)
-        found = spread(found, limit)
+        found = self._measured(prompts, rendering, max_new_tokens, limit)
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
         config = self.drafter.config
         at_once = min(batch, len(found) * len(temperatures))
@@ -527,7 +520,7 @@ class Lab:
                 self.target,
                 statistics_of(features),
                 longest=max(len(text.tokens) for text in features.texts),
-                templates={s.rendered.template_sha for s in found if s.rendered},
+                templates=[s.rendered.template_sha for s in found if s.rendered],
             ),
         }
         return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)
@@ -587,8 +580,21 @@ class Lab:
         condition = " + ".join(filter(None, (given, self.condition, replaced)))
         return "/".join(filter(None, (self.variant, condition))), condition
 
+    def _measured(
+        self, prompts: Prompts, rendering: Rendering, new: int, limit: int | None
+    ) -> list[Source]:
+        found = spread(self._sources(prompts, rendering, new), limit)
+        refuse_repeated([p.tokens for p in found], [p.id for p in found])
+        return found
+
     def _sources(self, prompts: Prompts, rendering: Rendering, new: int) -> list[Source]:
         room = self.target.max_position - new
+        if room < 1:
+            raise ConfigError(
+                f"{new} new tokens leave no room for a prompt in {self.target.name}'s context of "
+                f"{self.target.max_position} tokens",
+                remedy="Ask for fewer new tokens.",
+            )
         if str(prompts) == MICRO and self.target.tokenizer is None:
             return find_prompts(MICRO, self.target, "held-out", room)
         if isinstance(prompts, str | Path):

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.results import drawn
+from driftlab.results.answers import basis
 from driftlab.results.drawing import save_frame
 from driftlab.results.figures import (
     FEWEST,
@@ -97,7 +98,18 @@ def test_looping_texts_are_left_out_and_counted(tables: Tables) -> None:
     every = replace(tables, prompts=tables.prompts.assign(loops=True), cache={})
     piece = take(every, "free")
     assert len(piece.prompts) == 5
-    assert "all 5 texts loop" in piece.note
+    assert piece.all_loop and piece.left_out == 0
+    assert "all texts loop" in piece.basis
+
+
+def test_texts_too_short_for_the_depth_are_counted(tables: Tables) -> None:
+    rows = tables.prompts[tables.prompts["text"] == take(tables, "free").kind.text]
+    short = rows.iloc[:2].assign(prompt=["s-1", "s-2"], n_anchors=0, loops=True)
+    more = replace(tables, prompts=pd.concat([tables.prompts, short]), cache={})
+    piece = take(more, "free")
+    assert (piece.unmeasured, piece.left_out) == (2, 1)
+    assert "2 texts too short for the depth" in piece.basis
+    assert basis(more).endswith("brackets hold 95% bootstrap intervals over seeds and prompts")
 
 
 def test_cubes_hold_each_row_where_it_belongs(tables: Tables) -> None:

@@ -21,7 +21,7 @@ import driftlab
 from driftlab.analysis.attribution import shapley
 from driftlab.analysis.interventions import knock_out_sink, noise, pin_norm, swap_norm
 from driftlab.config import DrafterConfig, ExplainSpec, Origin, Sourced
-from driftlab.data.grammar import VOCABULARY, WordTokenizer
+from driftlab.data.grammar import VOCABULARY, WordTokenizer, stories
 from driftlab.data.prompts import Prompt, Rendering
 from driftlab.engines.anchors import unroll
 from driftlab.errors import (
@@ -33,6 +33,7 @@ from driftlab.errors import (
     SiteError,
 )
 from driftlab.experiment import texts
+from driftlab.experiment.texts import find_prompts
 from driftlab.lab import Lab, ProbeRun
 from driftlab.models.checkpoints import save_drafter
 from driftlab.models.drafter import Drafter
@@ -258,11 +259,11 @@ def test_prompts_come_as_text_objects_or_a_file(lab: Lab, tmp_path: Path) -> Non
     assert [(t.prompt_id, t.category) for t in texts] == [("a", "chat"), ("prompt-001", "given")]
     assert len(lab.states(PROMPTS, limit=2, max_new_tokens=4).texts) == 2
     with pytest.raises(DataError, match="occur twice"):
-        lab.probe([given[0], given[0]])
+        lab.probe([given[0], given[0]], **SETTINGS)
     with pytest.raises(DataError, match="does not know a word"):
-        lab.probe(["EAGLE"])
+        lab.probe(["EAGLE"], **SETTINGS)
     with pytest.raises(DataError, match="no such set or file"):
-        lab.probe("once upon a time")
+        lab.probe("once upon a time", **SETTINGS)
     with pytest.raises(DataError, match="longer than the limit of 4"):
         lab.probe(PROMPTS, max_new_tokens=60)
 
@@ -312,6 +313,31 @@ def test_impossible_settings(
 def test_what_is_no_prompt_is_refused(lab: Lab, prompts: Any) -> None:
     with pytest.raises(DataError, match="neither text nor a Prompt"):
         lab.probe(prompts, **SETTINGS)
+
+
+def test_a_prompt_counts_once(lab: Lab) -> None:
+    with pytest.raises(DataError, match=r"2 of 4 prompts .*prompt-002 repeats prompt-000, ") as e:
+        lab.probe([PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[1]], **SETTINGS)
+    assert e.value.remedy
+    run = lab.probe([PROMPTS[0], PROMPTS[1], PROMPTS[0]], **{**SETTINGS, "limit": 2})
+    assert list(run.prompts.prompt.unique()) == ["prompt-000", "prompt-001"]
+
+
+def test_new_tokens_that_leave_no_room_for_a_prompt_are_named(lab: Lab) -> None:
+    context = lab.target.max_position
+    with pytest.raises(ConfigError, match=rf"{context} new tokens leave no room .* {context} to"):
+        lab.probe(PROMPTS, **{**SETTINGS, "max_new_tokens": context})
+
+
+def test_the_embedded_prompts_differ() -> None:
+    target = Target.from_model(
+        tiny_llama(vocab_size=WORDS, hidden_size=16, layers=3, heads=2, kv_heads=1), name="t"
+    )
+    found = find_prompts("micro", target, "held-out", 100)
+    assert len({p.tokens for p in found}) == len({p.id for p in found}) == 64
+    plain = [s[:14] for s in stories(64, 1, stream="held-out")]
+    others = [p.id for p, opening in zip(found, plain, strict=True) if p.tokens != opening]
+    assert others == ["story-038"]  # which opens like another
 
 
 def test_a_target_without_words_takes_token_ids_only() -> None:

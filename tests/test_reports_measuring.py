@@ -122,9 +122,11 @@ def test_a_short_context_limit_is_no_table_s_end() -> None:
 
 
 def test_acceptance_by_length_of_the_context() -> None:
-    def chain(anchor: int, accepted: list[bool], mode: str = "free") -> list[dict[str, Any]]:
+    def chain(
+        anchor: int, accepted: list[bool], mode: str = "free", prompt: str = "p"
+    ) -> list[dict[str, Any]]:
         return [
-            {"cell": "c", "prompt": "p", "text": "greedy", "mode": mode, "anchor": anchor}
+            {"cell": "c", "prompt": prompt, "text": "greedy", "mode": mode, "anchor": anchor}
             | {"depth": d, "accepted": hit if mode == "free" else None}
             for d, hit in enumerate(accepted, start=1)
         ]
@@ -138,13 +140,25 @@ def test_acceptance_by_length_of_the_context() -> None:
             *chain(14, [False, False]),  # 16
             *chain(15, [True]),  # does not reach the deepest depth
             *chain(3, [True, True], "forced"),
+            *chain(4, [True, True], prompt="loops"),
         ]
     )
-    found = accepted_by_context(steps)
+    prompts = pd.DataFrame(
+        {
+            "prompt": ["p", "loops", "short"],
+            "text": "greedy",
+            "loops": [False, True, False],
+            "n_anchors": [6, 1, 0],
+        }
+    )
+    found = accepted_by_context(steps, prompts)
     assert found["low"].tolist() == [4, 8, 16] and found["high"].tolist() == [8, 16, 32]
     assert found["anchors"].tolist() == [2, 2, 1]
     assert found["accepted"].tolist() == [1.5, 1.0, 0.0]
-    assert accepted_by_context(steps[steps["mode"] == "forced"]).empty
+    assert accepted_by_context(steps[steps["mode"] == "forced"], prompts).empty
+    alone = prompts[prompts["prompt"] != "p"]  # all that was measured loops
+    looping = accepted_by_context(steps[steps["prompt"] == "loops"], alone)
+    assert looping[["low", "anchors", "accepted"]].to_numpy().tolist() == [[4, 1, 2.0]]
 
 
 # --- 35, 36: padded batches ---------------------------------------------------------------------

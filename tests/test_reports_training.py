@@ -311,10 +311,10 @@ def test_another_quantisation_dtype_or_template_is_said(folder: Path) -> None:
     assert len(found) == 2
     assert "quantization is int8, the drafter was trained with none" in found[0]
     assert "dtype is bfloat16, the drafter was trained with float32" in found[1]
-    templates = {"templates": {"abc"}}
-    (line,) = differences(told(), target, now, longest=9, **templates)
-    assert "chat template abc, the drafter was trained with none" in line
-    assert differences(told(), target, now, longest=9, templates={None}) == []
+    (line,) = differences(told(), target, now, longest=9, templates=["abc", None, "abc"])
+    assert line.startswith("2 of 3 prompts are rendered with chat template abc, the drafter was")
+    assert line.endswith("trained with none")
+    assert differences(told(), target, now, longest=9, templates=[None]) == []
     assert told().provenance[TEMPLATES].value == ["none"]
 
 

@@ -47,6 +47,25 @@ def sources(
     return found
 
 
+def refuse_repeated(prompts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Raise DataError when two prompts to measure on are the same tokens.
+
+    Prompts are what intervals and tests draw, and count: copies would pass for evidence.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    copies = [
+        f"{name} repeats {first[tuple(prompt)]}"
+        for name, prompt in zip(names, prompts, strict=True)
+        if first.setdefault(tuple(prompt), name) != name
+    ]
+    if copies:
+        raise DataError(
+            f"{len(copies)} of {len(prompts)} prompts to measure on are read as an earlier one is",
+            got=", ".join(copies[:3]) + (", ..." if len(copies) > 3 else ""),
+            remedy="Leave the copies out: each would count as a prompt of its own.",
+        )
+
+
 @dataclass(frozen=True)
 class Writing:
     """How a corpus is written.

@@ -86,7 +86,7 @@ def differences(
     now: Sequence[Mapping[str, Any]],
     *,
     longest: int,
-    templates: Collection[str | None] = (),
+    templates: Sequence[str | None] = (),
 ) -> list[str]:
     """One line for everything that is not as it was in the drafter's training.
 
@@ -96,7 +96,8 @@ def differences(
     Parameters
     ----------
     now: :func:`statistics` of the states that are read. longest: tokens of the longest text.
-    templates: as in :func:`record`; none are compared when it is empty.
+    templates: sha256 of each prompt's chat template, None for a prompt without one; none are
+        compared when it is empty.
     """
     known, found = drafter.provenance, []
     if TARGET in known:
@@ -113,12 +114,12 @@ def differences(
                 f"{stored['name']}"
             )
     if TEMPLATES in known and templates:
-        used = {t or "none" for t in templates}
-        if new := sorted(used - set(known[TEMPLATES].value)):
-            was = ", ".join(t[:12] for t in known[TEMPLATES].value)
+        was = known[TEMPLATES].value
+        if new := [name for t in templates if (name := t or "none") not in was]:
             found.append(
-                f"prompts are rendered with chat template {', '.join(t[:12] for t in new)}, the "
-                f"drafter was trained with {was}"
+                f"{len(new)} of {len(templates)} prompts are rendered with chat template "
+                f"{', '.join(t[:12] for t in sorted(set(new)))}, the drafter was trained with "
+                f"{', '.join(t[:12] for t in was)}"
             )
     limit = drafter.config.rope.max_position
     if longest > limit:

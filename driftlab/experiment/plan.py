@@ -22,7 +22,7 @@ from driftlab.config import (
     Sourced,
     TrainSpec,
 )
-from driftlab.data.corpus import Source, Writing, read_given, write_corpus
+from driftlab.data.corpus import Source, Writing, read_given, refuse_repeated, write_corpus
 from driftlab.data.features import Dtype, Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows, store_rows
@@ -172,6 +172,7 @@ class Plan:
         named = spec.measure_prompts
         held = find_prompts(named, self.target, "held-out", self.room, rendering)
         held = spread(held, spec.limit)
+        refuse_repeated([p.tokens for p in held], [p.id for p in held])
         temperatures, writer = self.temperatures, self.target
         label = "texts to measure on"
         if condition is not None:

@@ -574,6 +574,13 @@ def effects(
     return out
 
 
+def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
+    """What the headline numbers are taken over, and what their intervals draw, in words."""
+    tables = load(run)
+    piece = take(tables, preferred(tables, "free", "forced"), kind)
+    return f"{piece.basis}; brackets hold 95% bootstrap intervals over {piece.drawn}"
+
+
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:
     """One row per variant; every entry is an :class:`Estimate` that prints with its interval.
 

@@ -40,16 +40,21 @@ def own_share(piece: Slice, group: Group) -> Sample:
     return ratio(piece.accepted_drafts(group), piece.accepted_drafts(own))
 
 
-def accepted_by_context(steps: pd.DataFrame) -> pd.DataFrame:
+def accepted_by_context(steps: pd.DataFrame, prompts: pd.DataFrame) -> pd.DataFrame:
     """Accepted drafts a round by the length of the context: one row a (cell, text, bucket).
 
-    ``steps`` is the table of that name; its free chains are read, those anchors whose chain
-    reaches the deepest depth. Columns: cell, text, low, high (tokens that the drafter has read,
-    low <= n < high, powers of two), anchors, accepted.
+    ``steps`` and ``prompts`` are the tables of these names. Free chains are read, those anchors
+    whose chain reaches the deepest depth; looping texts are left out unless all of a kind loop.
+    Columns: cell, text, low, high (tokens that the drafter has read, low <= n < high, powers of
+    two), anchors, accepted.
     """
     import pandas as pd
 
+    fit = prompts[prompts["n_anchors"] > 0]
+    fit = fit[~fit["loops"] | fit.groupby("text", observed=True)["loops"].transform("all")]
+    kept = pd.MultiIndex.from_frame(fit[["prompt", "text"]].astype(str))
     free = steps[steps["mode"] == "free"]
+    free = free[pd.MultiIndex.from_frame(free[["prompt", "text"]].astype(str)).isin(kept)]
     chain = ["cell", "prompt", "text", "anchor"]
     rounds = free.groupby(chain, sort=True).agg(
         depth=("depth", "max"), accepted=("accepted", "sum")

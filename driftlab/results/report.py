@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from driftlab.results.answers import Answer, answers, effects, load, summary, summary_table
+from driftlab.results.answers import Answer, answers, basis, effects, load, summary, summary_table
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file
@@ -41,7 +41,6 @@ img { max-width: 100%; height: auto; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .82rem; margin: .5rem 0;
   font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: #444; }
 thead { border-top: 2px solid #111; border-bottom: 1px solid #111; }
 tbody { border-bottom: 2px solid #111; }
 th, td { padding: .2rem .6rem .2rem 0; text-align: left; vertical-align: top; }
@@ -78,7 +77,7 @@ def write_report(
     parts = [
         f"<h1>{_text(name)}</h1>",
         _question(config),
-        _answers(answers(tables), kinds),
+        _answers(answers(tables), kinds, basis(tables)),
         _headline(tables, kinds[0], "What each variant does"),
         _effects(tables),
         _figures(tables, images or {}),
@@ -111,7 +110,7 @@ def _question(config: object) -> str:
     return f"<p><em>{_text(question)}</em></p>" if question else ""
 
 
-def _answers(found: Sequence[Answer], kinds: Sequence[TextKind]) -> str:
+def _answers(found: Sequence[Answer], kinds: Sequence[TextKind], over: str) -> str:
     rows = []
     for answer in found:
         negative = "no evidence" in answer.sentence.lower()
@@ -127,12 +126,11 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind]) -> str:
             f"<small>{_text('; '.join(details))}</small></dd>"
         )
     others = ", ".join(str(k) for k in kinds[1:])
-    note = f"These numbers come from {kinds[0]}" + (
-        f"; {others} is reported apart, below." if others else "."
+    note = f"These numbers come from {over}; comparisons are paired by prompt and seed." + (
+        f" {others[:1].upper()}{others[1:]} is reported apart, below." if others else ""
     )
     return (
-        f'<h2>The answer</h2><p class="basis">{_text(note)} Brackets hold 95% bootstrap '
-        "intervals over seeds and prompts, comparisons are paired by prompt and seed.</p>"
+        f'<h2>The answer</h2><p class="basis">{_text(note)}</p>'
         f'<dl class="answers">{"".join(rows)}</dl>'
     )
 
@@ -162,9 +160,8 @@ def _headline(tables: Tables, kind: TextKind, title: str) -> str:
         [label, *(_number(row[c]) if c in row else "n/a" for c in columns)]
         for label, row in numbers.items()
     ]
-    n = max((e.n for row in numbers.values() for e in row.values()), default=0)
     caption = (
-        f"{kind}, at most {n} prompts. Acceptance length counts the bonus token, accepted drafts "
+        f"{basis(tables, kind)}. Acceptance length counts the bonus token, accepted drafts "
         "do not; both weight prompts alike unless pooled over rounds. Growth is a ratio of "
         "geometric mean RMS. @ marks the depth."
     )
@@ -201,9 +198,10 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[object]], caption: str =
 
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     header = "".join(f"<th>{_text(h)}</th>" for h in head)
-    return (
-        f'<div class="scroll"><table><caption>{_text(caption)}</caption>'
-        f"<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
+    said = f"<figcaption>{_text(caption)}</figcaption>" if caption else ""
+    return (  # the caption stays in sight when a wide table scrolls
+        f'<figure>{said}<div class="scroll"><table>'
+        f"<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div></figure>"
     )
 
 

@@ -217,8 +217,12 @@ class Slice:
     """One kind of text and one mode of a run, as dense arrays [group, seed, prompt, index].
 
     ``index`` is the depth, or the position among the captured states for table ``fused``.
-    ``left_out`` counts looping texts that were left out; when every text loops, none is, and
-    ``note`` says so.
+
+    Attributes
+    ----------
+    left_out: looping texts that were left out; none when ``all_loop``.
+    unmeasured: texts of this kind without one measured anchor: too short for the depth.
+    all_loop: every text loops, and none was left out.
     """
 
     kind: TextKind
@@ -228,10 +232,9 @@ class Slice:
     prompts: tuple[str, ...]
     index: tuple[int, ...]
     left_out: int
-    note: str
-    resamples: int
+    unmeasured: int
     all_loop: bool
-    """Every text loops, and none was left out."""
+    resamples: int
     frame: pd.DataFrame = field(repr=False)
     positions: tuple[np.ndarray, ...] = field(repr=False)
     _cubes: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -240,8 +243,19 @@ class Slice:
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
         chains = f"{self.mode} chains on {self.kind}" if self.mode else str(self.kind)
-        size = count(len(self.prompts), len(self.seeds))
-        return f"{chains}, {size}" + (f"; {self.note}" if self.note else "")
+        said = [f"{chains}, {count(len(self.prompts), len(self.seeds))}"]
+        if self.left_out:
+            said.append(f"{_texts(self.left_out, 'looping')} left out")
+        if self.all_loop:
+            said.append("all texts loop and none could be left out")
+        if self.unmeasured:
+            said.append(f"{_texts(self.unmeasured)} too short for the depth")
+        return "; ".join(said)
+
+    @property
+    def drawn(self) -> str:
+        """What the intervals draw."""
+        return "seeds and prompts" if len(self.seeds) > 1 else "prompts"
 
     def cube(self, column: str) -> np.ndarray:
         """``column`` as [group, seed, prompt, index], NaN where there is no row.
@@ -317,6 +331,10 @@ class Slice:
         return out
 
 
+def _texts(n: int, what: str = "") -> str:
+    return " ".join(filter(None, (str(n), what, "text" if n == 1 else "texts")))
+
+
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> Sample:
     there = np.isfinite(numerator) & np.isfinite(denominator)
     weights = np.where(there, denominator, 0.0)
@@ -370,7 +388,7 @@ def _take(
         raise RunError(
             f"the run has no finished cell with {what}", remedy="See the run's table cells."
         )
-    frame, left_out, note = _without_loops(frame, condition, tables)
+    frame, left_out, all_loop = _without_loops(frame, condition, tables)
     by_cell = cells.set_index("cell")
     seeds = tuple(sorted(by_cell.loc[frame["cell"].unique(), "seed"].unique().tolist()))
     prompts = tuple(sorted(frame["prompt"].astype(str).unique()))
@@ -391,9 +409,9 @@ def _take(
         prompts,
         index,
         left_out,
-        note,
+        _unmeasured(tables, kind),
+        all_loop,
         resamples(tables),
-        bool(note) and not left_out,
         frame,
         positions,
     )
@@ -433,8 +451,9 @@ def texts_of(tables: Tables, group: Group, kind: TextKind) -> tuple[TextKind, pd
 
 def _without_loops(
     frame: pd.DataFrame, condition: pd.Series, tables: Tables
-) -> tuple[pd.DataFrame, int, str]:
-    """Degeneracy rule: looping texts flatter every drafter and are left out, and counted.
+) -> tuple[pd.DataFrame, int, bool]:
+    """Degeneracy rule: looping texts flatter every drafter and are left out, and counted, unless
+    all loop (True).
 
     A condition with texts of its own is judged by these.
     """
@@ -445,16 +464,22 @@ def _without_loops(
         for name in own:
             looping |= {(name, t, p) for t, p in _looping(texts[texts["condition"] == name])}
     if not looping:
-        return frame, 0, ""
+        return frame, 0, False
     source = condition.where(condition.isin(own), "")
     keys = list(zip(source, frame["text"].astype(str), frame["prompt"].astype(str), strict=True))
     found = looping & set(keys)
     if not found:
-        return frame, 0, ""
+        return frame, 0, False
     kept = frame[np.array([key not in looping for key in keys])]
-    if not len(kept):
-        return frame, 0, f"all {len(found)} texts loop and none could be left out"
-    return kept, len(found), f"{len(found)} looping text{'s' * (len(found) > 1)} left out"
+    return (kept, len(found), False) if len(kept) else (frame, 0, True)
+
+
+def _unmeasured(tables: Tables, kind: TextKind) -> int:
+    """Texts of ``kind`` that end before a chain of the measured depth fits in."""
+    rows = tables.prompts[tables.prompts["text"].astype(str) == kind.text]
+    if kind.temperature is not None:
+        rows = rows[np.isclose(rows["temperature"].to_numpy(float), kind.temperature)]
+    return int((rows["n_anchors"] == 0).sum())
 
 
 def _looping(prompts: pd.DataFrame) -> set[tuple[str, str]]:
