@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from driftlab.errors import ResourceError
 from driftlab.results import answers as answers_room
-from driftlab.results.answers import effects, summary
+from driftlab.results.answers import effects, registered_answers, summary
 from driftlab.results.drawing import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.report import Answer, answers, summary_table, write_report
@@ -190,6 +190,49 @@ def test_strata_are_never_mixed(tables: Tables) -> None:
     found = answers(replace(tables, cells=cells, cache={}))
     assert sum(a.sentence.startswith("[TTT 2] ") for a in found) == len(found) / 2
     assert sum(a.sentence.startswith("[TTT 8] ") for a in found) == len(found) / 2
+
+
+def test_effects_say_which_seeds_they_are_of(tables: Tables) -> None:
+    """per_layer lost a seed, or has none in common with none."""
+    seed, fusion = tables.cells["seed"], tables.cells["fusion_norm"]
+    for dropped, said in (
+        ((fusion == "per_layer") & (seed == 1), "1 of 2 seeds: those of all cells compared"),
+        ((fusion == "per_layer") == (seed == 1), "cannot be told: no prompt and seed was measured"),
+    ):
+        found = answers(replace(tables, cells=tables.cells[~dropped], cache={}))
+        per_layer = [a for a in found if "the per-layer fusion norm" in a.question and a.estimates]
+        shown = [a for a in per_layer if "evidence" not in a.sentence]
+        assert shown and all(said in a.sentence for a in shown)
+        assert len(shown) == len(per_layer) or "seeds" in said
+        assert not any("one prompt" in a.sentence for a in found)
+
+
+def test_what_so_few_prompts_cannot_show_is_not_called_no_evidence(tables: Tables) -> None:
+    prompts = sorted(set(tables.depths["prompt"].astype(str)) - {EVIL})[:6]
+    analysis = {
+        "primary": {"measure": "growth", "factor": "feedback", "levels": ["pre_norm", "post_norm"]},
+        "family": [
+            {
+                "measure": "forced accuracy",
+                "factor": "feedback",
+                "levels": ["pre_norm", "post_norm"],
+                "depth": depth,
+            }
+            for depth in (8, 7, 99)
+        ],
+    }
+    few = replace(
+        tables,
+        depths=tables.depths[tables.depths["prompt"].astype(str).isin(prompts)],
+        manifest={**tables.manifest, "config": {"analysis": analysis}},
+        cache={},
+    )
+    told = [a.sentence for a in registered_answers(few)]
+    assert "the depth was not measured" in told[-1]
+    for sentence in told[:-1]:
+        assert "is of too few prompts to test" in sentence
+        assert "corrected for 3 comparisons" in sentence
+        assert "6 prompts cannot give a p below 0.094 among 3 comparisons" in sentence
 
 
 def test_applied_cells_take_no_part_in_the_2x2(tables: Tables) -> None:

@@ -435,6 +435,13 @@ def test_power_is_put_in_words() -> None:
     assert power_note(Estimate(1, 1, 1, 5, smallest=0.1)) == (
         "5 prompts cannot give a p below 0.062"
     )
+    assert power_note(effect, 3).endswith("four of five runs, uncorrected")
+    assert power_note(Estimate(1, 1, 1, 6, smallest=0.1), 3) == (
+        "6 prompts cannot give a p below 0.094 among 3 comparisons"
+    )
+    assert power_note(not_available("nothing to average")) == (
+        "no prompt and seed was measured in all cells compared"
+    )
 
 
 # --- families ---------------------------------------------------------------------------------
@@ -471,11 +478,31 @@ def test_the_2x2_by_hand() -> None:
     assert result.feedback.value == pytest.approx((4 + 8 - 1 - 2) / 2)
     assert result.fusion["per_layer"].value == pytest.approx((2 + 8 - 1 - 4) / 2)
     assert result.interaction["per_layer"].value == pytest.approx((8 - 2) - (4 - 1))
-    assert result.feedback_levels["pre_norm"].value == pytest.approx(1.5 + noise.mean())
-    assert result.fusion_levels["per_layer"].value == pytest.approx(5.0 + noise.mean())
+    assert result.feedback_ends is not None
+    assert [e.value for e in result.feedback_ends] == pytest.approx(
+        [1.5 + noise.mean(), 6.0 + noise.mean()]
+    )
+    assert [e.value for e in result.fusion_ends["per_layer"]] == pytest.approx(
+        [2.5 + noise.mean(), 5.0 + noise.mean()]
+    )
     # The noise is shared by all four cells: paired, it cancels.
     assert result.feedback.high - result.feedback.low < 1e-9
     assert list(result.effects()) == ["feedback", "fusion norm per_layer", "feedback x per_layer"]
+
+
+def test_the_ends_of_an_effect_are_over_what_counts_in_it() -> None:
+    """per_layer has one of two seeds, concat both and one prompt less."""
+    drawn = RNG(1).normal(0, 1, (3, 2, 4))
+    drawn[1, 1] = np.nan
+    drawn[2, :, 3] = np.nan
+    names = ("none", "per_layer", "concat")
+    result = factorial({(n, "pre_norm"): Sample(v) for n, v in zip(names, drawn, strict=True)})
+    for name, there in (("per_layer", np.s_[0]), ("concat", np.s_[:, :3])):
+        before, after = result.fusion_ends[name]
+        own = drawn[names.index(name)][there].mean()
+        assert (before.value, after.value) == pytest.approx((drawn[0][there].mean(), own))
+        assert result.fusion[name].value == pytest.approx(after.value - before.value)
+    assert result.levels["none", "pre_norm"].value == pytest.approx(drawn[0].mean())
 
 
 def test_logarithms_make_effects_ratios() -> None:

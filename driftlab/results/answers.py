@@ -24,8 +24,8 @@ from driftlab.results.stats import (
     factorial,
     holm,
     not_available,
-    p_floor,
     power_note,
+    too_few,
 )
 
 if TYPE_CHECKING:
@@ -208,12 +208,10 @@ class _Contrast:
 def _contrasts(measure: _Measure, result: Factorial) -> list[_Contrast]:
     out = []
     # Feedback acts after the fusion: what it does to shares is training noise.
-    if result.feedback is not None and measure.key != "share":
-        before, after = (result.feedback_levels[b] for b in ("pre_norm", "post_norm"))
-        out.append(_main(measure, "feedback", result.feedback, before, after))
+    if result.feedback is not None and result.feedback_ends and measure.key != "share":
+        out.append(_main(measure, "feedback", result.feedback, *result.feedback_ends))
     for level, effect in result.fusion.items():
-        levels = result.fusion_levels
-        out.append(_main(measure, level, effect, levels["none"], levels[level]))
+        out.append(_main(measure, level, effect, *result.fusion_ends[level]))
     for level, effect in result.interaction.items() if measure.key in PRIMARY else ():
         subject = _SUBJECTS.get(level, level)
         question = f"Does the effect of post-norm feedback on {measure.name} depend on {subject}?"
@@ -231,16 +229,20 @@ def _main(
 
 
 def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
+    if not c.effect.n:
+        return f"{prefix}{c.question} That cannot be told: {power_note(c.effect)}."
     shown = not math.isnan(p) and p < ALPHA and c.effect.differs
     kind = "ratio" if c.effect.unit == "x" else "difference"
-    doubt, weak = "no evidence", f"{kind} {c.effect.short}; {power_note(c.effect)}."
-    if math.isnan(p) or p_floor(c.effect.n) >= ALPHA:
+    doubt, weak = "no evidence", f"{kind} {c.effect.short}; {power_note(c.effect, family)}."
+    if math.isnan(p) or too_few(c.effect.n, family):
         doubt = "too few prompts to say"
     elif c.effect.differs and not shown:
         doubt = "only weak evidence"
         if c.effect.p < ALPHA:
             weak = f"{kind} {c.effect.short}, lost when {family} comparisons are corrected for."
     notes = [c.effect.signs] if c.effect.seeds > 1 else ["one seed: training noise not counted"]
+    if c.effect.seeds < (every := len(c.measure.piece.seeds)):
+        notes.insert(0, f"{c.effect.seeds} of {every} seeds: those of all cells compared")
     if c.before and c.after and c.before.low <= c.after.high and c.after.low <= c.before.high:
         notes.insert(0, f"paired {kind} {c.effect.short}")  # what the two intervals do not show
     signs = f" ({'; '.join(notes)})"
@@ -309,6 +311,7 @@ def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Ans
     out = []
     found = registered(tables, kind)
     late = changed_since(tables)
+    family = sum(not math.isnan(one.p) for one in found)
     for one in found:
         role: Role = "primary" if one.primary else "family"
         head = f"{role.capitalize()} comparison, {one.comparison}: {one.name}"
@@ -317,17 +320,13 @@ def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Ans
         else:
             kind_of = "ratio" if one.effect.unit == "x" else "difference"
             known = not math.isnan(one.p) and one.p < ALPHA and one.effect.differs
-            few = math.isnan(one.p) or p_floor(one.effect.n) >= ALPHA
+            few = math.isnan(one.p) or too_few(one.effect.n, family)
             doubt = "is of too few prompts to test" if few else "shows no evidence of a change"
             verdict = "goes" if known else f"{doubt}: it goes"
-            p = (
-                ""
-                if math.isnan(one.p)
-                else f", p {one.p:.2g} corrected for {len(found)} comparisons"
-            )
+            p = "" if math.isnan(one.p) else f", p {one.p:.2g} corrected for {family} comparisons"
             text = (
                 f"{head} {verdict} from {one.before.short} to {one.after.short}, {kind_of} "
-                f"{one.effect.short}{p}; {one.effect.signs}; {power_note(one.effect)}"
+                f"{one.effect.short}{p}; {one.effect.signs}; {power_note(one.effect, family)}"
                 f"{f'; {late}' if late else ''}."
             )
         numbers = {"before": one.before, "after": one.after, "effect": one.effect}

@@ -27,7 +27,7 @@ from driftlab.results.slices import (
     text_kinds,
     texts_of,
 )
-from driftlab.results.stats import Estimate, Sample, count, estimate, holm, p_floor
+from driftlab.results.stats import Estimate, Sample, count, estimate, holm, too_few
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,7 +128,7 @@ class Comparison:
             n = max((row.effect.n for row in rows), default=0)
             if n < 2:
                 out.append(f"{prefix}one prompt: no test.")
-            elif p_floor(n) * family >= ALPHA and any(row.effect.differs for row in rows):
+            elif too_few(n, family) and any(row.effect.differs for row in rows):
                 few = f"{n} prompts are too few to show a difference among {family} comparisons"
                 out.append(f"{prefix}{few}.")
             elif len(rest) == len(rows):

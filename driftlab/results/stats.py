@@ -450,14 +450,16 @@ class Factorial:
     For a measure in logarithms the effects are ratios. ``feedback`` compares post_norm with
     pre_norm averaged over fusion norms; ``fusion[level]`` compares a level with ``none``
     averaged over feedback; ``interaction[level]`` is the effect of feedback under that level
-    minus (or divided by) its effect under ``none``. ``levels`` holds the cell means.
+    minus (or divided by) its effect under ``none``. ``feedback_ends`` and ``fusion_ends`` hold
+    the two levels that a main effect lies between, over the (seed, prompt) pairs that count in it;
+    ``levels`` the means of the cells, each over its own.
     """
 
     levels: Mapping[tuple[str, str], Estimate]
     feedback: Estimate | None
-    feedback_levels: Mapping[str, Estimate]
+    feedback_ends: tuple[Estimate, Estimate] | None
     fusion: Mapping[str, Estimate]
-    fusion_levels: Mapping[str, Estimate]
+    fusion_ends: Mapping[str, tuple[Estimate, Estimate]]
     interaction: Mapping[str, Estimate]
 
     def effects(self) -> dict[str, Estimate]:
@@ -492,28 +494,32 @@ def factorial(
             over_prompts=over_prompts,
         )
 
+    def main(
+        before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]]
+    ) -> tuple[Estimate, tuple[Estimate, Estimate]]:
+        """The effect, and its two levels over what counts in it: all cells take part in each."""
+
+        def part(of_before: float, of_after: float) -> Estimate:
+            given = {**dict.fromkeys(after, of_after), **dict.fromkeys(before, of_before)}
+            return contrast({key: value / len(before) for key, value in given.items()})
+
+        return part(-1, 1), (part(1, 0), part(0, 1))
+
     fusions = list(dict.fromkeys(key[0] for key in samples))
     both = [f for f in fusions if (f, "pre_norm") in samples and (f, "post_norm") in samples]
-    feedback, feedback_levels = None, {}
+    feedback, feedback_ends = None, None
     if both:
-        share = 1 / len(both)
-        feedback_levels = {
-            b: contrast({(f, b): share for f in both}) for b in ("pre_norm", "post_norm")
-        }
-        feedback = contrast(
-            {(f, b): s * share for f in both for b, s in (("post_norm", 1), ("pre_norm", -1))}
+        feedback, feedback_ends = main(
+            [(f, "pre_norm") for f in both], [(f, "post_norm") for f in both]
         )
-    fusion, fusion_levels, interaction = {}, {}, {}
+    fusion, fusion_ends, interaction = {}, {}, {}
     for level in (f for f in fusions if f != "none"):
         shared = [b for b in ("pre_norm", "post_norm") if {("none", b), (level, b)} <= set(samples)]
         if not shared:
             continue
-        share = 1 / len(shared)
-        fusion[level] = contrast(
-            {(f, b): s * share for b in shared for f, s in ((level, 1), ("none", -1))}
+        fusion[level], fusion_ends[level] = main(
+            [("none", b) for b in shared], [(level, b) for b in shared]
         )
-        for name in ("none", level):
-            fusion_levels[name] = contrast({(name, b): share for b in shared})
         if len(shared) == 2:
             interaction[level] = contrast(
                 {
@@ -524,7 +530,7 @@ def factorial(
                 }
             )
     levels = {key: contrast({key: 1.0}) for key in samples}
-    return Factorial(levels, feedback, feedback_levels, fusion, fusion_levels, interaction)
+    return Factorial(levels, feedback, feedback_ends, fusion, fusion_ends, interaction)
 
 
 def p_floor(prompts: int) -> float:
@@ -536,12 +542,20 @@ def p_floor(prompts: int) -> float:
     return 2.0 ** (1 - prompts) if prompts > 1 else math.nan
 
 
-def power_note(effect: Estimate) -> str:
-    """What this sample could have seen, in words."""
-    if effect.n < 2:
+def too_few(prompts: int, family: int = 1) -> bool:
+    """Whether so many prompts cannot show anything among ``family`` corrected comparisons."""
+    return prompts < 2 or p_floor(prompts) * family >= 1 - LEVEL
+
+
+def power_note(effect: Estimate, family: int = 1) -> str:
+    """What this sample could have seen among ``family`` corrected comparisons, in words."""
+    if effect.n == 0:
+        return "no prompt and seed was measured in all cells compared"
+    if effect.n == 1:
         return "one prompt: no test"
-    if p_floor(effect.n) >= 1 - LEVEL:
-        return f"{effect.n} prompts cannot give a p below {p_floor(effect.n):.2g}"
+    if too_few(effect.n, family):
+        among = f" among {family} comparisons" if family > 1 else ""
+        return f"{effect.n} prompts cannot give a p below {p_floor(effect.n) * family:.2g}{among}"
     if math.isnan(effect.smallest):
         return "the smallest effect that could be seen is unknown"
     ratio = effect.unit == "x"
@@ -549,7 +563,8 @@ def power_note(effect: Estimate) -> str:
     if float(size) == (1 if ratio else 0):
         size = f"{effect.smallest:.6g}" if ratio else f"{effect.smallest:.1g}"
     size = f"x{size}" if ratio else size
-    return f"{count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
+    said = f"{count(effect.n, effect.seeds)} would see an effect of {size} in four of five runs"
+    return said + (", uncorrected" if family > 1 else "")
 
 
 def count(prompts: int, seeds: int) -> str:
