@@ -72,6 +72,12 @@ def ablate(
     ] = None,
 ) -> None:
     """Train and measure every cell of an experiment, and answer its questions."""
+    if experiment is None and redo is None and base is not None:
+        raise ConfigError(
+            "--base puts an experiment file on another target, and no file is named",
+            got=f"--base {base}",
+            remedy="For example: driftlab ablate experiments/norms.toml --base smollm2.",
+        )
     if experiment is not None and suite is not None:
         raise ConfigError(
             "an experiment file and a suite are named",
@@ -94,7 +100,7 @@ def ablate(
     if other_code:
         raise ConfigError("--other-code is for --from", remedy="Name a manifest with --from.")
     spec = (
-        _suite(suite or "micro", overrides)
+        _suite("micro" if suite is None else suite, overrides)
         if experiment is None
         else read_experiment(experiment, overrides, base=base)
     )
@@ -132,6 +138,15 @@ def train(
         "axes": {"fusion_norm": [fusion_norm], "feedback": [feedback]},
     }
     spec = build_experiment(raw, tuple(settings or ()), where="driftlab train")
+    chosen = {"seeds": [seed], "axes.fusion_norm": [fusion_norm], "axes.feedback": [feedback]}
+    made = (list(spec.seeds), list(spec.axes.fusion_norm), list(spec.axes.feedback))
+    for (setting, asked), value in zip(chosen.items(), made, strict=True):
+        if value != asked:
+            raise ConfigError(
+                f"--set {setting} contradicts the option of its own, which names the run",
+                got=f"{value} and {asked}",
+                remedy="Use --seed, --fusion-norm and --feedback; ablate trains several.",
+            )
     out = out or Path("runs") / spec.name
     _run(spec, out, strict=strict, command=context.obj)
     for config in sorted((out / "drafters").rglob("config.json")):
@@ -615,11 +630,16 @@ def _table(frame: pd.DataFrame) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: run a verb and turn every failure into two lines and an exit code.
 
-    0 done, 2 a fault, 3 and 4 what doctor found, 130 interrupted.
+    0 done, 1 nobody reads what is printed, 2 a fault, 3 and 4 what doctor found, 130 interrupted.
     """
     # Read by torch when it is imported: on few cores a spinning thread takes another's core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        os.getcwd()
+    except OSError:
+        _say("the working folder is gone", "Change to one that is there.")
+        raise SystemExit(2) from None
     with _interruptible() as interrupted:
         try:
             code = app(
@@ -673,11 +693,13 @@ def _answer(error: BaseException) -> int:
     return known.exit_code
 
 
-def _say(cause: str, remedy: str | None) -> None:
+def _say(cause: str, remedy: str) -> None:
     """Two lines on stderr, whatever an error of a library holds."""
-    print(f"driftlab: {' '.join(cause.split())}", file=sys.stderr)
-    if remedy:
+    try:
+        print(f"driftlab: {' '.join(cause.split())}", file=sys.stderr)
         print(f"          {' '.join(remedy.split())}", file=sys.stderr)
+    except OSError:  # nowhere to say it; the exit code says that there was a fault
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -10,16 +10,17 @@ class DriftlabError(Exception):
     ----------
     what: the fault in one clause, naming the file, tensor, field or site.
     got: the value that was found, when there is one to show.
-    remedy: what the user can do about it.
+    remedy: what the user can do about it; what is usual for the kind when nothing better is known.
 
     The command line prints two lines (cause, remedy) and exits with ``exit_code``.
     """
 
     exit_code = 2
+    usual = "Please report this: it should not happen."
 
     def __init__(self, what: str, *, got: object = None, remedy: str | None = None) -> None:
-        self.what, self.got, self.remedy = what, got, remedy
-        super().__init__(self.cause if remedy is None else f"{self.cause}\n{remedy}")
+        self.what, self.got, self.remedy = what, got, remedy or self.usual
+        super().__init__(f"{self.cause}\n{self.remedy}")
 
     @property
     def cause(self) -> str:
@@ -50,34 +51,52 @@ def lacks_memory(error: BaseException) -> bool:
 class ConfigError(DriftlabError):
     """A setting or experiment file that cannot be used."""
 
+    usual = "Correct that setting."
+
 
 class CheckpointError(DriftlabError):
     """A model file that is missing, damaged, or not what it says."""
+
+    usual = "Correct the file, or fetch it again from its source."
 
 
 class ContractError(DriftlabError):
     """A target and a drafter that do not belong together."""
 
+    usual = "Give what belongs together: driftlab doctor shows how a drafter is read."
+
 
 class SiteError(DriftlabError):
     """A site that does not exist, or that did not fire."""
+
+    usual = "Sites are those that driftlab sites lists."
 
 
 class DataError(DriftlabError):
     """Prompts or texts that cannot be used."""
 
+    usual = "Correct what was given."
+
 
 class RunError(DriftlabError):
     """A run directory that is not what the command needs."""
+
+    usual = "Give the folder of another run, or make the run again."
 
 
 class ResourceError(DriftlabError):
     """Too little disk or memory."""
 
+    usual = "Free some, or use a larger machine."
+
 
 class NumericsError(DriftlabError):
     """NaN or infinity where a number was expected."""
 
+    usual = "Compute in float32; if that is so already, the weights are damaged."
+
 
 class AssumptionError(DriftlabError):
     """A value had to be assumed, and ``--strict`` forbids it."""
+
+    usual = "State it, or drop --strict."

@@ -749,8 +749,10 @@ def _tables(
 
 def _check_counts(**counts: Any) -> None:
     for name, value in counts.items():
-        if (value is not None or name != "limit") and not (is_whole(value) and value >= 1):
-            raise ConfigError(f"{name} is no whole number from 1 on", got=repr(value))
+        if value is None and name == "limit":
+            continue
+        if not is_whole(value) or not 1 <= value < 2**31:
+            raise ConfigError(f"{name} is no whole number from 1 to 2147483647", got=repr(value))
 
 
 def _temperatures(given: float | Sequence[float], seed: int) -> tuple[float, ...]:

@@ -161,7 +161,9 @@ def make_run(
         "config": {"name": "synthetic", "measure": {"bootstrap": 200, "depth": depth}},
         "command": "driftlab ablate synthetic.toml",
         "versions": {"driftlab": "0.1.0", "numpy": np.__version__},
-        "assumed": {"boundaries": {"value": [2, 15, 27], "where": "default of EAGLE-3"}},
+        "assumed": {
+            "boundaries": {"value": [2, 15, 27], "origin": "assumed", "where": "default of EAGLE-3"}
+        },
         "seeds": list(seeds),
     }
     with RunDirectory.create(path, base | (manifest or {})) as run:

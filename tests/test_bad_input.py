@@ -31,7 +31,7 @@ import fuzz
 from driftlab.config import Experiment, build_experiment, read_experiment
 from driftlab.data.prompts import load_filler, load_prompts
 from driftlab.errors import CheckpointError, ConfigError, DataError, DriftlabError
-from driftlab.experiment.redo import read_manifest
+from driftlab.experiment.redo import manifest_of
 from driftlab.files import file_hash
 from driftlab.models.checkpoints import inspect
 from driftlab.models.checkpoints.native import contract_hash
@@ -324,7 +324,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "prompts": load_prompts,
     "filler": lambda place: load_filler(place.rename(place.with_suffix(".txt")), None, 9),
     "experiment": read_experiment,
-    "manifest": read_manifest,
+    "manifest": manifest_of,
     "manifest of a run": manifest_of_a_run,
     "page of an engine": read_served,
     "page beside a run": lambda place: beside("run", place),

@@ -155,7 +155,7 @@ def test_no_common_seed_compares_means_over_seeds(make: Make, pre: RunDirectory)
     d = other.depths
     d = d[(d["mode"] == "forced") & (d["depth"] == 1)]
     assert accuracy.b.value == pytest.approx((d["n_correct"] / d["n"]).mean())
-    assert any("no seed in common" in note for note in found.notes)
+    assert any("no seed known to be in common" in note for note in found.notes)
 
 
 def test_seeds_and_prompts_that_both_have(make: Make, pre: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 
 from driftlab.errors import ResourceError
 from driftlab.results import answers as answers_room
+from driftlab.results import figures
 from driftlab.results.answers import effects, registered_answers, summary
 from driftlab.results.drawing import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
@@ -463,3 +465,23 @@ def test_one_seed_and_overlapping_intervals_are_qualified(tables: Tables) -> Non
     shifted = answers(with_columns(tables, n_accepted=drafts.where(chains)))
     sentence = answer(shifted, "post-norm feedback make acceptance longer").sentence
     assert "(paired difference 0.025 [0.025, 0.025]; 2 of 2 seeds agree in sign)" in sentence
+
+
+def test_what_a_killed_process_left_goes_away(
+    tables: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of that number is long gone; that of this one writes at the same time."""
+    dead, living = 2**22 + 1, os.getpid()  # above the largest id that Linux gives
+    left = [
+        *(tmp_path / f".r[1].html.{process}.7.tmp" for process in (dead, living)),
+        *(tmp_path / "figures" / f".growth.pdf.{process}.7.tmp" for process in (dead, living)),
+    ]
+    other = tmp_path / f".other.html.{dead}.7.tmp"
+    (tmp_path / "figures").mkdir()
+    for path in (*left, other):
+        path.write_bytes(b"half")
+    write_report(tables, tmp_path / "r[1].html", images={})
+    monkeypatch.setattr(figures, "save_figure", lambda *_: {})
+    figures.save_figures(tables, tmp_path / "figures")
+    assert [path.exists() for path in left] == [False, True, False, True]
+    assert other.exists()  # of another page

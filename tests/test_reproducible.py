@@ -18,7 +18,8 @@ from driftlab import cli
 from driftlab.data.corpus import Source, Writing, write_corpus
 from driftlab.errors import RunError
 from driftlab.experiment import run_experiment
-from driftlab.experiment.redo import differences, experiment_of, read_manifest, verdict
+from driftlab.experiment.redo import differences, experiment_of, manifest_of, verdict
+from driftlab.results.manifest import read_manifest
 from driftlab.results.records import RunDirectory
 
 VERSIONS, GIT = {"torch": "2.0", "python": "3.11"}, {"commit": "a" * 40, "changed": False}
@@ -145,8 +146,44 @@ def test_differences_of_code_are_said() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 3}', '{"config": {"measure": {}}}'])
 def test_a_file_that_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(RunError, match=r"manifest\.json (cannot be read|describes no)"):
-        read_manifest(tmp_path)
+    with pytest.raises(RunError, match=r"manifest\.json (cannot be read|is damaged|describes no)"):
+        manifest_of(tmp_path)
+
+
+EDITED: dict[str, Any] = {
+    "stages": {"target": [1]},
+    "stages.target": {"seconds": {}, "peak_mib": 1.0},
+    "config.measure.bootstrap": [None],
+    "config.analysis": "x",
+    "inputs": [1],
+    "tables.steps": "x",
+    "tables.steps.sha256": None,
+    "assumed": {"x": 1},
+    "resolved": {"x": {"value": 1, "origin": "guessed", "where": "w"}},
+    "versions": {"torch": 2},
+    "warnings": [1],
+    "precision": {"dtype": "bfloat16", "positions": 9, "ties": 0},
+    "merged": [{"name": "x"}],
+    "registered": {"analysis": []},
+    "config_hash": 3,
+    "command": ["a"],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("place", EDITED)
+def test_an_edited_manifest_is_damaged_by_name(place: str, tmp_path: Path) -> None:
+    stored = json.loads((small.home() / "done" / "manifest.json").read_text())
+    *path, last = place.split(".")
+    node = stored
+    for key in path:
+        node = node[key]
+    node[last] = EDITED[place]
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(stored if place else EDITED[place]))
+    with pytest.raises(RunError, match="is damaged: ") as error:
+        read_manifest(file)
+    assert error.value.remedy and place in str(error.value)
 
 
 def test_the_command_runs_again_and_refuses_other_code(

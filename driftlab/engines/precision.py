@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from driftlab.data.text import Text
-from driftlab.errors import ContractError, first_line
+from driftlab.errors import ContractError, ResourceError, first_line
 from driftlab.models.memory import free_bytes, size
 from driftlab.models.target import Target
 
@@ -47,7 +47,7 @@ def against_float32(
             try:
                 copied = copy.deepcopy(target.model).float()
                 exact = Target.from_model(copied, name=target.name, eos_ids=sorted(target.eos_ids))
-            except (ContractError, RuntimeError, ValueError, TypeError) as error:
+            except (ContractError, ResourceError, RuntimeError, ValueError, TypeError) as error:
                 found["not_compared"] = first_line(error)  # no memory, quantised weights
         found |= {"largest_logit_difference": 0.0, "other_choices": 0, "first_other_choice": None}
     apart = [[0.0, 0.0] for _ in boundaries]

@@ -341,7 +341,7 @@ def _git_state() -> dict[str, Any] | None:
 
     def git(*args: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *args],
+            ["git", "-C", str(Path(__file__).parents[1]), *args],
             capture_output=True,
             text=True,
             check=True,
@@ -349,9 +349,11 @@ def _git_state() -> dict[str, Any] | None:
         ).stdout.strip()
 
     try:
-        if not git("ls-files", Path(__file__).name):
+        if not git("ls-files", "experiment"):
             return None  # installed inside somebody else's checkout
-        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+        # Only of the package: a user's own files beside it compute nothing.
+        changed = bool(git("status", "--porcelain", "."))
+        return {"commit": git("rev-parse", "HEAD"), "changed": changed}
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from driftlab.config import Experiment, build_experiment
 from driftlab.errors import RunError
-from driftlab.files import refuse_irregular
+from driftlab.results.manifest import read_manifest
 from driftlab.results.merge import identity
 from driftlab.results.records import RunDirectory, config_hash
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def manifest_of(path: Path) -> dict[str, Any]:
     """The manifest of an experiment's run; ``path`` is the file or its folder.
 
     Raises RunError when it cannot be read, or was written by another command.
     """
     path = path / "manifest.json" if path.is_dir() else path
-    refuse_irregular(path, RunError)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(
-            f"{path} cannot be read", got=error, remedy="Give the manifest.json of a run."
-        ) from None
-    config = found.get("config") if isinstance(found, dict) else None
-    if not isinstance(config, dict) or "axes" not in config:
+    found = read_manifest(path, "Give the manifest.json of a run.")
+    if "axes" not in (found.get("config") or {}):
         raise RunError(
             f"{path} describes no experiment", remedy="Give what `ablate` or `train` wrote."
         )
@@ -74,7 +66,7 @@ def experiment_of(
         are not those that its hash was made of.
     ConfigError: its settings are none of this version.
     """
-    stored = read_manifest(path)
+    stored = manifest_of(path)
     apart = differences(stored, versions, git)
     experiment = build_experiment(dict(stored["config"]), where=str(path))
     if config_hash(identity(experiment)) != stored.get("config_hash"):

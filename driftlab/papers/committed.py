@@ -36,7 +36,7 @@ from driftlab.results.explanations import Explained, ExplainedFolder
 from driftlab.results.figures import save_figures
 from driftlab.results.records import SMALL, RunDirectory
 from driftlab.results.schema import ATTENTION, KEYS, OPTIONAL
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 from driftlab.results.slices import text_kinds
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def publish(run: str | Path, item: str | Path) -> Path:
             got=", ".join(unfinished),
             remedy="Run it again until every cell is done.",
         )
+    remove_dead(tables)
     if explained:
         reduce_explained(source, tables)
         return tables
@@ -126,6 +127,8 @@ def _draw_pages(paper: Paper, check: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         made = write_pages(paper, Path(scratch))
         if not check:
+            for folder in {(paper.folder / name).parent for name in made}:
+                remove_dead(folder)
             for name, path in made.items():
                 with atomic_file(paper.folder / name) as file:
                     file.write(path.read_bytes())

@@ -17,6 +17,7 @@ import numpy as np
 from driftlab.errors import RunError
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.slices import (
+    UNKNOWN_SEED,
     Group,
     Mode,
     Slice,
@@ -61,8 +62,14 @@ class Side:
 
     @property
     def label(self) -> str:
+        if self.seeds == (UNKNOWN_SEED,):
+            return f"{self.group.label}, seed unknown"
         text = "seed" if len(self.seeds) == 1 else "seeds"
         return f"{self.group.label}, {text} {', '.join(map(str, self.seeds))}"
+
+    def shared(self, other: Side) -> tuple[int, ...]:
+        """Seeds that both sides are known to have."""
+        return tuple(s for s in self.seeds if s in other.seeds and s != UNKNOWN_SEED)
 
     def cells(self) -> dict[int, str]:
         """Seed -> cell."""
@@ -181,7 +188,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         f"p corrected for {len(adjusted)} comparisons (Holm)"
     )
     return Comparison(
-        pairs=tuple(pairs),
+        pairs=tuple(_narrowed(a, b) for a, b in pairs),
         rows=rows,
         basis=basis,
         differences=tuple(_allowed_differences(runs)),
@@ -276,12 +283,23 @@ def _sides(run: _Run, kind: TextKind) -> list[Side]:
         sides.append(Side(run.name, group, run.tables, numbers))
     if run.cell is None:
         return sides
-    by_label = [s for s in sides if run.cell in (s.group.label, s.group.variant)]
-    if len(by_label) == 1:
-        return by_label
+    variant = [s for s in sides if s.group.variant == run.cell]
+    named = (
+        [s for s in sides if s.group.label == run.cell]
+        or [s for s in variant if not s.group.condition]
+        or variant
+    )
+    if len(named) == 1:
+        return named
+    if named:
+        raise RunError(
+            f"{run.name} has several of {run.cell!r}",
+            got=", ".join(s.group.label for s in named),
+            remedy=f"Name one: {run.name}:{named[0].group.label!r}.",
+        )
     row = cells[cells["cell"].astype(str) == run.cell]
     if len(row) == 1:
-        seed = row["seed"].fillna(0).astype(int).iloc[0]
+        seed = row["seed"].fillna(UNKNOWN_SEED).astype(int).iloc[0]
         for side in sides:
             same = (side.group.variant, side.group.condition, side.group.axis) == tuple(
                 str(row[c].iloc[0]) for c in ("variant", "condition", "axis")
@@ -313,6 +331,12 @@ def one_side(
             remedy=f"Name one: {run.name}:CELL.",
         )
     return sides[0], texts_of(run.tables, sides[0].group, chosen)[0], run.directory
+
+
+def _narrowed(a: Side, b: Side) -> tuple[Side, Side]:
+    """Both with the seeds that they are compared by."""
+    shared = a.shared(b)
+    return (replace(a, seeds=shared), replace(b, seeds=shared)) if shared else (a, b)
 
 
 def _pair_name(a: Side, b: Side) -> str:
@@ -429,7 +453,10 @@ def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
     """Settings that differ and may: they are what is compared."""
     flat = [dict(_flat(_setting(run.tables, "config"))) for run in runs]
     skip = ("name", "question", "workers", "threads", "measure.bootstrap", "seeds", "axes")
-    for key in sorted(flat[0].keys() | flat[1].keys()):
+    made = {_setting(run.tables, "config", "axes") is None for run in runs}
+    # A probe names its settings otherwise than an experiment.
+    keys = flat[0].keys() | flat[1].keys() if len(made) == 1 else flat[0].keys() & flat[1].keys()
+    for key in sorted(keys):
         values = [f.get(key, "not set") for f in flat]
         if values[0] != values[1] and not key.startswith(skip):
             yield f"{key}: {_brief(values[0])} (A), {_brief(values[1])} (B)"
@@ -466,18 +493,18 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
             said.append(f"{len(loops & names[1])} texts run in a loop and were left out")
     yield from dict.fromkeys(said)
     for a, b in pairs:
-        if set(a.seeds) == set(b.seeds):
+        shared = sorted(a.shared(b))
+        if set(shared) == {*a.seeds, *b.seeds}:
             continue
-        shared = sorted(set(a.seeds) & set(b.seeds))
         if shared:
             listed = ", ".join(map(str, shared))
             yield f"{_pair_name(a, b)}: paired by seeds {listed}, which both have"
         else:
             yield (
-                f"{_pair_name(a, b)}: no seed in common; each prompt's mean over seeds was "
-                "compared, and the noise of training is not in the intervals"
+                f"{_pair_name(a, b)}: no seed known to be in common; each prompt's mean over "
+                "seeds was compared, and the noise of training is not in the intervals"
             )
-    if any(len(set(a.seeds) & set(b.seeds)) == 1 for a, b in pairs):
+    if any(len(a.shared(b)) == 1 for a, b in pairs):
         yield "one seed: the noise of training is not in the intervals"
 
 
@@ -569,7 +596,7 @@ def _align(
 ) -> tuple[Sample, Sample]:
     """Both samples over the same prompts, and over the same seeds or their mean."""
     prompts = [p for p in pieces[0].prompts if p in set(pieces[1].prompts)]
-    shared = [s for s in sides[0].seeds if s in sides[1].seeds]
+    shared = sides[0].shared(sides[1])
     out = []
     for sample, piece, side in zip(samples, pieces, sides, strict=True):
         columns = [piece.prompts.index(p) for p in prompts]

@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 from driftlab.errors import DataError, RunError, first_line
 from driftlab.files import file_hash
 from driftlab.results.answers import ALPHA, Answer
+from driftlab.results.manifest import read_manifest
 from driftlab.results.records import (
     RunDirectory,
     Tables,
     _Lock,
-    _read_manifest,
     _write_parquet,
     to_pandas,
 )
@@ -119,7 +119,7 @@ class ExplainedFolder:
             raise RunError(
                 f"{self.run} was not explained", remedy=f"Run `driftlab explain {self.run}`."
             )
-        return _read_manifest(self.path)
+        return read_manifest(self.path / "manifest.json")
 
     def _shard(self, cell: str, prompt: str) -> Path:
         return self.path / safe_name(cell) / f"{safe_name(prompt)}{SUFFIX}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,7 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
                 )
             owners[row["cell"]] = run.path
     out = Path(out)
-    merged = _union(experiments, out.name)
+    merged = _union(experiments, _name(out))
     first = manifests[0]
     manifest = {
         **{name: first[name] for name in _KEPT if name in first},
@@ -213,6 +214,11 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value
     return found
+
+
+def _name(out: Path) -> str:
+    """A folder's name as that of an experiment."""
+    return re.sub(r"[^a-z0-9._-]+", "-", out.resolve().name.lower()).strip("._-") or "merged"
 
 
 def _union(experiments: Sequence[Experiment], name: str) -> Experiment:

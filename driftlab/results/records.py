@@ -31,7 +31,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from driftlab.errors import DataError, RunError, first_line
-from driftlab.files import file_hash, refuse_irregular
+from driftlab.files import file_hash
+from driftlab.results.manifest import read_manifest
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMA_VERSION, SCHEMAS, TABLES
 from driftlab.results.shards import (
     SUFFIX,
@@ -315,7 +316,7 @@ class RunDirectory:
     @property
     def manifest(self) -> dict[str, Any]:
         """The stored manifest. Raises RunError when it is damaged."""
-        return _read_manifest(self.path)
+        return read_manifest(self.path / "manifest.json")
 
     def update_manifest(self, **changes: Any) -> None:
         """Replace top-level keys of the manifest, atomically."""
@@ -464,21 +465,6 @@ def _writable(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    refuse_irregular(path / "manifest.json", RunError)
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict):
-            raise ValueError("not an object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(
-            f"{path / 'manifest.json'} cannot be read",
-            got=error,
-            remedy="Restore it, or start the run in another folder.",
-        ) from None
-    return manifest
-
-
 def refuse_foreign(path: Path) -> None:
     """Raise RunError when ``path`` is a file, or a folder with other things than a run."""
     if path.exists() and not path.is_dir():
@@ -495,7 +481,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _refuse_other(path: Path, wanted: str) -> None:
-    stored = _read_manifest(path)
+    stored = read_manifest(path / "manifest.json")
     if stored.get("config_hash") != wanted:
         raise RunError(
             f"{path} already holds another run",

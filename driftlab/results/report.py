@@ -7,6 +7,7 @@ rest. Everything that comes from the run (prompt ids, notes, config) is escaped.
 from __future__ import annotations
 
 import base64
+import glob
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from driftlab.results.answers import Answer, answers, basis, effects, load, summary, summary_table
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 from driftlab.results.slices import TextKind, text_kinds
 from driftlab.results.stats import Estimate
 
@@ -96,6 +97,7 @@ def write_report(
         + "\n</body></html>\n"
     )
     path = Path(path)
+    remove_dead(path.parent, f"{glob.escape(path.name)}.*")
     with atomic_file(path) as handle:
         handle.write(page.encode())
     return path

@@ -38,7 +38,7 @@ from driftlab.results.schema import (
 MASS_TOLERANCE = 1e-4
 SUFFIX = ".shard"
 _TEMPORARY = ".tmp"
-_LEFT = re.compile(r"\..+\.\d+\.\d+\.tmp")  # names of `atomic_file`
+_LEFT = re.compile(r"\..+\.(\d+)\.\d+\.tmp")  # names of `atomic_file`
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHOICES = {"text": ("greedy", "sampled", "given"), "mode": ("free", "forced")}
 
@@ -104,6 +104,23 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.rglob(f".*{_TEMPORARY}"):
         if _LEFT.fullmatch(path.name):  # others are not ours
             _discard(path)
+
+
+def remove_dead(folder: Path, name: str = "*") -> None:
+    """Delete what killed processes left of files called ``name``; others may be writing theirs."""
+    for path in folder.glob(f".{name}{_TEMPORARY}"):
+        if (found := _LEFT.fullmatch(path.name)) and not _lives(int(found[1])):
+            _discard(path)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 # --- values to checked tables -----------------------------------------------------------------

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Mode = Literal["free", "forced"]
 Axis = Literal["trained", "applied"]
 MODES: tuple[Mode, ...] = ("free", "forced")
+UNKNOWN_SEED = -1
+"""Of a drafter that was probed: its file does not say what it was drawn with."""
 TEXTS = ("sampled", "given", "greedy")
 """Text kinds, the headline's first choice first: greedy text of a small model loops."""
 
@@ -158,7 +160,7 @@ def groups(tables: Tables, axis: Axis | None = None) -> tuple[tuple[Group, ...],
         cells = cells[cells["axis"] == axis]
     cells = cells.copy()
     cells["ttt"] = cells["ttt"].astype("float64")
-    cells["seed"] = cells["seed"].fillna(0).astype(int)
+    cells["seed"] = cells["seed"].fillna(UNKNOWN_SEED).astype(int)
     lengths = cells.groupby("variant")["ttt"].nunique(dropna=False)
     found: dict[tuple[Any, ...], Group] = {}
     keys = []
