@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -695,11 +695,9 @@ def _answer(error: BaseException) -> int:
 
 def _say(cause: str, remedy: str) -> None:
     """Two lines on stderr, whatever an error of a library holds."""
-    try:
+    with suppress(OSError):  # nowhere to say it; the exit code says that there was a fault
         print(f"driftlab: {' '.join(cause.split())}", file=sys.stderr)
         print(f"          {' '.join(remedy.split())}", file=sys.stderr)
-    except OSError:  # nowhere to say it; the exit code says that there was a fault
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

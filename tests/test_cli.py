@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -232,6 +233,45 @@ def test_export_writes_what_loads_again(call: Call, out: Path, refused: Any) -> 
     for other in ("x", "angelslim"):
         said = call("export", DRAFTER, "--to", other, "--out", out / "x")[2]
         assert "does not write" in said and "speculators" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--seed", 3, "--set", "seeds=[7]"),
+        ("--set", "axes.feedback=['post_norm']"),
+        ("--fusion-norm", "none", "--set", "axes.fusion_norm=['none', 'concat']"),
+    ],
+)
+def test_train_has_one_name_for_one_setting(words: tuple[object, ...], refused: Any) -> None:
+    said = refused("train", "--target", "micro", "--data", "micro", *words)
+    assert "contradicts the option of its own" in said
+
+
+def test_ablate_has_a_base_for_files_only(refused: Any) -> None:
+    for words in (("--base", "smollm2"), ("--suite", "micro", "--base", "nowhere.toml")):
+        assert "no file is named" in refused("ablate", *words)
+    assert "no packaged suite" in refused("ablate", "--suite", "")
+
+
+def test_a_working_folder_that_is_gone(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    code, _, said = call("sites")
+    assert code == 2 and said.splitlines()[0] == "driftlab: the working folder is gone"
+
+
+def test_a_fault_that_cannot_be_said_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr(sys, "stderr", full)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["compare", "nowhere", "x"])
+    assert stop.value.code == 2
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 def test_export_says_what_the_file_contradicts(call: Call, out: Path, tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic_run import make_run, prompt_names
 
-from driftlab.errors import RunError
-from driftlab.results.compare import Comparison, compare, split_cell
-from driftlab.results.records import RunDirectory
+from driftlab.errors import DataError, RunError
+from driftlab.results.compare import Comparison, _Run, _sides, compare, split_cell
+from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.served import Served, compare_served, read_served
+from driftlab.results.slices import TextKind
 
 PRE, POST = ("none", "pre_norm"), ("none", "post_norm")
 Make = Callable[..., RunDirectory]
@@ -158,6 +161,51 @@ def test_no_common_seed_compares_means_over_seeds(make: Make, pre: RunDirectory)
     assert any("no seed known to be in common" in note for note in found.notes)
 
 
+def test_what_was_probed_has_no_known_seed(make: Make, both: RunDirectory) -> None:
+    """It may be the drafter of any seed: nothing is paired by one."""
+
+    def probed(run: RunDirectory) -> Tables:
+        tables = run.tables()
+        return replace(tables, cells=tables.cells.assign(seed=pd.NA), cache={})
+
+    one, other = probed(make(seeds=(1,))), probed(make(seeds=(0,)))
+    run = make(seeds=(0, 1, 2))
+    for a, b in ((one, other), (run, one), (one, run)):
+        found = compare(a, b)
+        assert any("no seed known to be in common" in note for note in found.notes)
+        assert "seed unknown" in str(found)
+    cells = probed(both).cells["cell"]
+    assert len(cells) == 4  # two of each variant, which an unknown seed cannot tell apart
+    with pytest.raises(DataError, match="same variant, condition and seed"):
+        compare(probed(both), run)
+
+
+def test_a_page_names_the_seeds_that_were_compared(make: Make) -> None:
+    found = compare(make(seeds=(0, 1, 2)), make(variants=[POST], seeds=(2, 5)))
+    labels = [side.label for side in found.pairs[0]]
+    assert labels == ["none+pre_norm, seed 2", "none+post_norm, seed 2"]
+    assert any("paired by seeds 2, which both have" in note for note in found.notes)
+
+
+def test_a_variant_beside_its_conditions_is_the_unchanged_one(both: RunDirectory) -> None:
+    tables = both.tables()
+    cells = tables.cells.astype({"cell": str, "condition": str, "axis": str})
+    more = cells.assign(cell=cells["cell"] + "/pin", condition="pin", axis="applied")
+    depths = tables.depths.astype({"cell": str})
+    run = replace(
+        tables,
+        cells=pd.concat([cells, more]),
+        depths=pd.concat([depths, depths.assign(cell=depths["cell"] + "/pin")]),
+        fused=tables.fused[:0],
+        cache={},
+    )
+    named, kind = _Run("r", run, "none+pre_norm", None), TextKind("sampled", 1.0)
+    (side,) = _sides(named, kind)
+    assert side.group.label == "none+pre_norm" and side.seeds == (0, 1)
+    (pinned,) = _sides(named._replace(cell="none+pre_norm, pin (applied)"), kind)
+    assert pinned.group.condition == "pin"
+
+
 def test_seeds_and_prompts_that_both_have(make: Make, pre: RunDirectory) -> None:
     other = make(variants=[POST], seeds=(1, 9), prompts=prompt_names(6))
     found = compare(pre, other)
@@ -216,6 +264,8 @@ def test_kinds_of_text_must_be_in_both(make: Make, pre: RunDirectory) -> None:
 def test_settings_that_may_differ_are_listed(make: Make, pre: RunDirectory) -> None:
     other = make(variants=[POST], manifest={"config": {**_config()["config"], "train": {"lr": 1}}})
     assert compare(pre, other).differences == ("train.lr: not set (A), 1 (B)",)
+    told = make(manifest={"config": {**_config()["config"], "axes": {}, "text": {"limit": 3}}})
+    assert compare(pre, told).differences == ()  # a probe names its settings otherwise
 
 
 def test_a_path_with_a_colon(tmp_path: Path) -> None:
@@ -285,6 +335,7 @@ def test_engines_of_one_server_are_summed(tmp_path: Path) -> None:
         (page(4, [3, 2]).replace(" 4.0", " 4.5"), "is no count"),
         (page(4, [3, 2]).replace(" 5.0", " 5_0.0"), "is no number .*'5_0.0'"),
         (page(4, [3, 2]).replace(" 8.0", " 20.0"), "contradict each other .*20 drafted"),
+        (page(9, [2, 1]).replace(" 18.0", " 8.0"), "contradict each other .*9 drafts, 8 drafted"),
         (
             "Decode batch, #running-req: 1, accept len: 0.00\n#running-req: 0, accept len: 2.2\n",
             "no window has running requests .*got 2 in which nothing ran, 0 without",

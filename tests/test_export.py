@@ -378,6 +378,22 @@ def test_only_the_same_export_is_replaced(
         assert load_drafter(out).config == build().config
 
 
+@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+def test_layer_ids_that_contradict_the_export_are_said(tmp_path: Path, layout: str) -> None:
+    """Engines read the list; driftlab its own boundaries."""
+    save_drafter(build(), tmp_path / layout, dialect=layout)
+    assert "contradicts" not in str(load_drafter(tmp_path / layout, target=TARGET).provenance)
+    path = tmp_path / layout / "config.json"
+    config = json.loads(path.read_text())
+    fields = config["eagle_config"] if layout == "sglang" else config
+    fields[IDS] = [i + 1 for i in fields[IDS]]
+    path.write_text(json.dumps(config))
+    notes = load_drafter(tmp_path / layout, target=TARGET).provenance["notes"].value
+    assert any("contradicts driftlab_export.boundaries [2, 5, 7]" in note for note in notes)
+    with pytest.raises(CheckpointError, match="contradicts"):
+        load_drafter(tmp_path / layout, target=TARGET, strict=True)
+
+
 def test_a_folder_that_cannot_be_replaced_loses_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     (folder / "model.safetensors").mkdir(parents=True)

@@ -15,7 +15,7 @@ from driftlab.results.hints import all_loop
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.registered import changed_since, registered
-from driftlab.results.slices import Group, Mode, Slice, Stratum, TextKind, modes, take
+from driftlab.results.slices import Group, Mode, Slice, Stratum, TextKind, modes, take, windowed
 from driftlab.results.stats import (
     Estimate,
     Factorial,
@@ -450,7 +450,10 @@ def _no_sink(tables: Tables, kind: TextKind | None) -> Answer | None:
     highest = max(piece.groups, key=lambda g: mass[g.label])
     value = estimate(piece.mean(highest, "sink", first), resamples=piece.resamples)
     sentence = (
-        f"This target has no attention sink: at depth {first} the sink holds at most "
+        "A drafter here sees a window of keys only, out of which the sink may be: whether "
+        f"attention leaves it cannot be asked (at depth {first} it holds at most {value.short})."
+        if windowed(tables)
+        else f"This target has no attention sink: at depth {first} the sink holds at most "
         f"{value.short} of the attention in any variant, below {SINK_RULE:g} times the even "
         f"share of {'one key' if keys == 1 else f'{keys} keys'} ({even:.3f}); whether attention "
         "leaves a sink cannot be asked here."

@@ -7,6 +7,7 @@ loads no plotting library.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -43,7 +44,7 @@ from driftlab.results.drawing import (
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import remove_dead
-from driftlab.results.slices import Slice, TextKind, modes, take, without_conditions
+from driftlab.results.slices import Slice, TextKind, modes, take, windowed, without_conditions
 from driftlab.results.stats import Estimate, bands
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def regions_data(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a depth that no text reaches
         even = np.nanmean(piece.cube("uniform"), axis=(0, 1, 2))
-    frame["even"] = frame["depth"].map(dict(zip(piece.index, even, strict=True)))
+    # Of a drafter that sees a window it is not known here; nothing is drawn then.
+    shares = dict(zip(piece.index, even * (math.nan if windowed(tables) else 1), strict=True))
+    frame["even"] = frame["depth"].map(shares)
     return frame
 
 
@@ -269,7 +272,9 @@ def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
 def _sink_axes(ax: Axes, frame: pd.DataFrame) -> None:
     draw_lines(ax, frame, "variant", _styles(frame))
     even = frame.drop_duplicates("depth")
-    ax.plot(even["depth"], even["even"], color="0.6", linewidth=0.8, label="even share of one key")
+    if even["even"].notna().any():
+        label = "even share of one key"
+        ax.plot(even["depth"], even["even"], color="0.6", linewidth=0.8, label=label)
     ax.set_ylabel("attention on the sink")
     ax.set_ylim(bottom=0)
     depth_axis(ax, frame)

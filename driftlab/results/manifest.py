@@ -68,6 +68,10 @@ class _Measure(_Part):
     bootstrap: int = 0
 
 
+class _Drafter(_Part):
+    windows: list[int | None] | None = None
+
+
 class _Config(_Part):
     name: str | None = None
     question: str | None = None
@@ -75,6 +79,8 @@ class _Config(_Part):
     applied: dict[str, Any] | None = None
     analysis: dict[str, Any] | None = None
     axes: dict[str, list[Any]] | None = None
+    drafter: _Drafter | None = None
+    interventions: dict[str, list[dict[str, Any]]] | None = None
 
 
 class _Manifest(_Part):

@@ -182,8 +182,8 @@ def _vllm(path: Path, samples: Sequence[_Line]) -> Served:
         )
     counted = [positions.get(i, 0.0) for i in range(max(positions) + 1)] if positions else []
     falling = all(a >= b for a, b in zip([rounds, *counted], counted, strict=False))
-    more = bool(counted) and drafted > len(counted) * rounds
-    if accepted > drafted or more or (counted and (sum(counted) != accepted or not falling)):
+    odd = drafted < rounds or (bool(counted) and drafted > len(counted) * rounds)
+    if accepted > drafted or odd or (counted and (sum(counted) != accepted or not falling)):
         raise RunError(
             f"{path}: the counts contradict each other",
             got=f"{rounds:g} drafts, {drafted:g} drafted, {accepted:g} accepted, by position "

@@ -135,6 +135,17 @@ def without_conditions(tables: Tables) -> Tables:
     )
 
 
+def windowed(tables: Tables) -> bool:
+    """Whether a drafter saw a window of keys only, of its own or by an intervention: then a key
+    has another even share, and the sink may be out of sight."""
+    config = tables.manifest.get("config")
+    if not isinstance(config, Mapping):
+        return False
+    drafter, changes = config.get("drafter") or {}, config.get("interventions") or {}
+    applied = [change for changes_of in changes.values() for change in changes_of]
+    return any(drafter.get("windows") or ()) or any(c.get("name") == "window" for c in applied)
+
+
 def modes(tables: Tables) -> tuple[Mode, ...]:
     there = set(tables.depths["mode"].unique())
     return tuple(m for m in MODES if m in there)

@@ -41,10 +41,10 @@ def resolve_boundaries(sheet: Sheet, states: int) -> tuple[int, ...] | None:
         # As exports write them: boundaries at top level, the blocks before them in eagle_config.
         for fields, shift in ((sheet.top, 0), (sheet.eagle, 1)):
             listed = layer_ids(fields)
-            if listed is not None and [i + shift for i in listed] != exported:
+            if listed is not None and (read := [i + shift for i in listed]) != exported:
                 ledger.conflict(
-                    f"{fields.where}: {IDS} {listed}, which engines read, contradicts "
-                    f"{EXPORT_KEY}.boundaries {exported}; the latter was taken"
+                    f"{fields.where}: {IDS} {listed}, which engines read as boundaries {read}, "
+                    f"contradicts {EXPORT_KEY}.boundaries {exported}; the latter was taken"
                 )
         return ledger.put("boundaries", ids, Origin.read, f"{EXPORT_KEY}.boundaries")
     top, nested = layer_ids(sheet.top), layer_ids(sheet.eagle)
