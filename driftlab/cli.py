@@ -203,6 +203,12 @@ def probe(
         )
 
 
+def _resolved(asked: object) -> list[object]:
+    """Options with the paths among them in one spelling."""
+    words = asked if isinstance(asked, list) else []
+    return [os.path.realpath(w) if isinstance(w, str) and os.path.exists(w) else w for w in words]
+
+
 def _refuse_other_probe(out: Path, asked: list[object]) -> None:
     """Measuring takes minutes, so that a folder which is taken is refused before, not after."""
     from driftlab.results.records import RunDirectory, refuse_foreign
@@ -211,7 +217,7 @@ def _refuse_other_probe(out: Path, asked: list[object]) -> None:
     if not (out / "manifest.json").exists():
         return
     held = RunDirectory.open(out).manifest
-    if held.get("asked") != asked:
+    if _resolved(held.get("asked")) != _resolved(asked):
         raise RunError(
             f"{out} already holds another run",
             got=held.get("name"),

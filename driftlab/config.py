@@ -513,8 +513,8 @@ class Experiment(Frozen):
     measure: MeasureSpec = MeasureSpec()
     applied: ApplySpec | None = None
     analysis: Analysis | None = None
-    workers: Count = 2  # cells at once; changes no number
-    threads: Count = 1  # of each worker; sums depend on it
+    workers: Annotated[int, Field(gt=0, le=1024)] = 2  # cells at once; changes no number
+    threads: Annotated[int, Field(gt=0, le=1024)] = 1  # of each worker; sums depend on it
 
     @model_validator(mode="after")
     def _consistent(self) -> Experiment:

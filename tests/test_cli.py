@@ -177,6 +177,8 @@ def test_probe_measures_a_drafter_of_a_run(call: Call, out: Path, refused: Any) 
     assert set(steps["depth"]) == {1, 2, 3} and steps["prompt"].nunique() == 2
     assert call(*probe(out, "--depth", 3))[0] == 0, "the same again"
     assert "already holds another run" in refused(*probe(out, "--depth", 2))
+    far = [os.path.abspath(w) if w == DRAFTER else w for w in probe(out, "--depth", 3)]
+    assert call(*far)[0] == 0  # the same drafter, named otherwise
     page = out / "report.html"  # seen before anything is measured
     words = ["probe", "--target", "none", "--drafter", "none", "--out", page]
     assert "report.html is a file" in refused(*words)

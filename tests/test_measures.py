@@ -95,6 +95,8 @@ def test_recent_mass_is_that_of_the_last_keys(
         keys = [*range(t + 1), *range(SIZE, SIZE + depth - 1)][-window:]
         wanted = pattern[:, :, r, keys].sum(-1)
         torch.testing.assert_close(found[:, :, r], wanted, atol=1e-6, rtol=1e-5)
+    every = measures.recent_mass(pattern, anchors, depth, 10**12)  # no more keys than there are
+    torch.testing.assert_close(every, pattern.sum(-1), atol=1e-6, rtol=1e-5)
 
 
 def test_regions_of_a_row_worked_out_by_hand() -> None:

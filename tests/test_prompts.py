@@ -144,7 +144,12 @@ def test_texts_are_taken_as_they_are(tmp_path: Path) -> None:
         ([{"turns": [3]}], "turns holds no text"),
         ([{"prompt": "  "}], "prompt holds no text"),
         ([{"text": None}], "text holds no text"),
+        ([{"turns": ["", "x"]}], r"turns holds no text .*\n.*a list that opens with a non-empty"),
         ([{"messages": "hi"}], "messages is not a list"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}],
+            "a message has parts that are no text",
+        ),
         ([{"messages": [{"role": "assistant", "content": "a"}]}], "does not open with a user"),
         ([{"messages": []}], "does not open with a user"),
         ([{"prompt": "a", "system": 3}], "system is not a string"),
@@ -156,6 +161,20 @@ def test_bad_files_are_named_by_line(tmp_path: Path, lines: list[Any], message: 
     with pytest.raises(DataError, match=message) as caught:
         load_prompts(write(tmp_path / "bad.jsonl", *lines))
     assert "bad.jsonl" in str(caught.value)
+
+
+def test_content_in_parts_of_text_is_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you."}]
+    path = write(
+        tmp_path / "parts.jsonl",
+        {
+            "messages": [
+                {"role": "system", "content": parts[:1]},
+                {"role": "user", "content": parts},
+            ]
+        },
+    )
+    assert load_prompts(path) == [Prompt("parts-0001", "chat", "Hello, you.", "Hello, ")]
 
 
 def test_missing_file_folder_and_encoding(tmp_path: Path) -> None:

@@ -398,6 +398,16 @@ def _write_some(run: RunDirectory, names: list[str]) -> int:
     return len(names)
 
 
+def test_a_run_that_was_moved_leaves_nothing_in_its_old_place(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    old = run.path
+    old.rename(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="was moved or deleted while it was made"):
+        run.write("c", "p", {})
+    assert not old.exists()
+
+
 def test_workers_write_at_the_same_time(run: RunDirectory) -> None:
     names = [f"p{i}" for i in range(8)]
     with get_context("spawn").Pool(2) as pool:

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from driftlab.config import Origin
 from driftlab.errors import (
     CheckpointError,
+    ConfigError,
     ContractError,
     DataError,
     NumericsError,
@@ -782,6 +783,11 @@ def test_a_target_that_does_not_fit_says_so(
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(ResourceError, match="does not fit in memory"):
         Target.load(str(folder))
+
+
+def test_a_device_map_that_is_none_is_not_blamed_on_the_files(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device_map is neither a device nor .*got nonsense"):
+        Target.load(str(folder), device_map="nonsense")
 
 
 def test_code_in_a_checkpoint_does_not_run(folder: Path) -> None:

@@ -88,6 +88,7 @@ def recent_mass(pattern: Tensor, anchors: Tensor, depth: int, window: int) -> Te
     """Mass on the query's last ``window`` keys, its own among them, [B, h, T, K] -> [B, h, T]."""
     pattern = pattern.float()
     chain = depth - 1
+    window = min(window, pattern.shape[-1])  # no more keys than there are
     mass = pattern[..., pattern.shape[-1] - min(window, chain) :].sum(dim=-1) if chain else 0
     if window > chain:
         key = anchors[:, None] - torch.arange(window - chain, device=anchors.device)  # [T, n]

@@ -17,7 +17,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from driftlab.data.prompts import Prompt, Rendered, Rendering, load_prompts, records, render, whole
+from driftlab.data.prompts import (
+    Prompt,
+    Rendered,
+    Rendering,
+    joined,
+    load_prompts,
+    records,
+    render,
+    whole,
+)
 from driftlab.data.text import Text
 from driftlab.errors import DataError
 from driftlab.models import memory
@@ -303,7 +312,7 @@ def _responses(raw: bytes, where: str) -> Iterator[tuple[int, str | None]]:
         answer = record.get("response")
         if answer is None:
             said = [m for m in record.get("messages", []) if m.get("role") == "assistant"]
-            answer = said[0].get("content") if said else None
+            answer = joined(said[0].get("content"), f"{where}, line {number}") if said else None
         if isinstance(answer, str):
             whole("response", answer, f"{where}, line {number}")
         yield number, answer if isinstance(answer, str) else None

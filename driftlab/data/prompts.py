@@ -98,7 +98,7 @@ def load_prompts(source: str | Path) -> list[Prompt]:
     - ``turns``: list of user turns, as MT-bench, HumanEval and GSM8K files have them. The first
       turn is the prompt: a later turn needs an answer to the one before.
     - ``messages``: list of ``{"role", "content"}``; the first user message is the prompt, the
-      system message before it, if any, the system prompt.
+      system message before it, if any, the system prompt. Content in parts of text is joined.
     - ``prompt``: a user turn.
     - ``text``: text to continue.
 
@@ -230,12 +230,13 @@ def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Promp
     if field == "turns":
         text = text[0] if isinstance(text, list) and text else None
     elif field == "messages":
-        text, system = _first_exchange(text, system, where)
+        text, system = (joined(part, where) for part in _first_exchange(text, system, where))
     if not isinstance(text, str) or not text.strip():
+        form = {"turns": "a list that opens with", "messages": "messages whose content is"}
         raise DataError(
             f"{where}: {field} holds no text",
             got=f"{record[field]!r:.60}",
-            remedy="Give a non-empty string.",
+            remedy=f"Give {form.get(field, '')} a non-empty string.".replace("  ", " "),
         )
     if system is not None and not isinstance(system, str):
         raise DataError(
@@ -270,6 +271,21 @@ def _name(record: dict[str, Any], stem: str, number: int, where: str) -> str:
             )
         return str(value) if field == "id" else f"{stem}-{value}"
     return f"{stem}-{number:04d}"
+
+
+def joined(content: Any, where: str) -> Any:
+    """Content in parts, as chat services take it, as one text; any other as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [p if isinstance(p, dict) else {} for p in content]
+    texts = [p.get("text") if p.get("type") == "text" else None for p in parts]
+    if not all(isinstance(t, str) for t in texts):
+        raise DataError(
+            f"{where}: a message has parts that are no text",
+            got=f"{content!r:.60}",
+            remedy='Only parts {"type": "text", "text": "..."} are read.',
+        )
+    return "".join(texts)
 
 
 def _first_exchange(messages: Any, system: Any, where: str) -> tuple[Any, Any]:

@@ -209,21 +209,28 @@ def _readings(d: Diagnosis, own: Score, limits: Limits) -> Iterable[str]:
     yield f"  {'':<{wide}}  {'accepted':<{columns}} | {'cross entropy':<{columns}}"
     yield f"  {FILE:<{wide}}  {numbers(own)}"
     for c in sorted(first, key=lambda c: -c.margin.value):
-        yield f"  {c.name:<{wide}}  {numbers(c.score)}  {c.outcome}"
+        yield f"  {c.name:<{wide}}  {_scored(c, own)}  {c.outcome}"
         yield f"  {'':<{wide}}  {_against(c, own)}"
     for against in dict.fromkeys(c.against for c in later):
         yield f"  on top of {against}:"
         part = [c for c in later if c.against == against]
         for c in sorted(part, key=lambda c: -c.margin.value):
             added = c.name.removeprefix(f"{against} + ")
-            yield f"    {added:<{wide - 2}}  {numbers(c.score)}  {c.outcome}"
+            yield f"    {added:<{wide - 2}}  {_scored(c, own)}  {c.outcome}"
             yield f"  {'':<{wide}}  {_against(c, own)}"
 
 
 def _against(c: Candidate, own: Score) -> str:
     """``saved 0.049 [0.036, 0.060], gained 0.12 [0.08, 0.16]``"""
-    few = f", on {c.score.texts} texts" if c.score.texts < own.texts else ""
+    few = f", paired on {c.score.texts} texts" if c.score.texts < own.texts else ""
     return f"saved {c.margin.short}, gained {c.accepted.short}{few}"
+
+
+def _scored(c: Candidate, own: Score) -> str:
+    """The numbers of a reading, where they are over the texts that the file's are over."""
+    if c.score.texts == own.texts:
+        return numbers(c.score)
+    return f"{f'given up after {c.score.texts} of {own.texts} texts':<{len(numbers(own))}}"
 
 
 FILE = "the file's"

@@ -103,6 +103,7 @@ def load_model(
     if device_map is None and tp_plan is None and torch.device(device).type == "cpu":
         _check_memory(n_bytes, source)
 
+    _check_placement(device_map)
     placement = {"device_map": device_map, "tp_plan": tp_plan}
     how = {k: v for k, v in placement.items() if v is not None} | read | file | extra
     with _stage(f"reading {source}"), _quiet(), _as_checkpoint_error(source):
@@ -157,6 +158,22 @@ def load_model(
     if not gguf and os.path.isdir(name):
         provenance |= _unstated(Path(name), model.config)
     return model, tokenizer, provenance
+
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def _check_placement(device_map: Any) -> None:
+    if not isinstance(device_map, str) or device_map in _MAPS:
+        return
+    try:
+        torch.device(device_map)
+    except RuntimeError:
+        raise ConfigError(
+            "device_map is neither a device nor a way to spread layers",
+            got=device_map,
+            remedy=f"Give a device such as cuda:0, or {', '.join(_MAPS)}.",
+        ) from None
 
 
 def _auto_class(name: str, how: dict[str, Any]) -> Any:

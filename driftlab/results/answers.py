@@ -580,7 +580,8 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     """What the headline numbers are taken over, and what their intervals draw, in words."""
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    return f"{piece.basis}; brackets hold 95% bootstrap intervals over {piece.drawn}"
+    method = "percentile" if len(piece.seeds) > 1 else "BCa"  # figures draw percentiles always
+    return f"{piece.basis}; brackets hold 95% {method} bootstrap intervals over {piece.drawn}"
 
 
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:

@@ -120,7 +120,7 @@ def _series(
 
 def _based(frame: pd.DataFrame, piece: Slice) -> pd.DataFrame:
     units = "seeds and prompts" if len(piece.seeds) > 1 else "prompts"
-    frame["interval"] = f"95% bootstrap over {units}, {piece.resamples} draws"
+    frame["interval"] = f"95% percentile bootstrap over {units}, {piece.resamples} draws"
     frame["text"] = str(piece.kind)
     frame["mode"] = piece.mode or ""
     frame["left_out"] = piece.left_out

@@ -191,6 +191,12 @@ class RunDirectory:
                 f"{self.path} is open as {self._role}",
                 remedy=f"Only the {' or '.join(roles)} of a run may do this; see RunDirectory.",
             )
+        if not (self.path / "manifest.json").exists():
+            # Else what is written next would stand in a folder that is no run.
+            raise RunError(
+                f"{self.path} was moved or deleted while it was made",
+                remedy="Where it is now, the same command goes on; leave it in place meanwhile.",
+            )
 
     def _shard_path(self, cell: str, prompt: str) -> Path:
         return self.path / "shards" / safe_name(cell) / f"{safe_name(prompt)}{SUFFIX}"
