@@ -166,7 +166,7 @@ def test_what_was_probed_has_no_known_seed(make: Make, both: RunDirectory) -> No
 
     def probed(run: RunDirectory) -> Tables:
         tables = run.tables()
-        return replace(tables, cells=tables.cells.assign(seed=pd.NA), cache={})
+        return replace(tables, cells=tables.cells.assign(seed=float("nan")), cache={})
 
     one, other = probed(make(seeds=(1,))), probed(make(seeds=(0,)))
     run = make(seeds=(0, 1, 2))

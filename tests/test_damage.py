@@ -140,14 +140,14 @@ def test_no_flipped_bit_of_a_shard_s_header_gives_other_rows(tmp_path: Path) -> 
     """Every bit: the checksum covers the tables alone."""
     whole, damaged = tmp_path / "whole.shard", tmp_path / "x.shard"
     made = {"texts": table("texts", "a"), "explained": table("explained", "b")}
-    write_shard(whole, ("cell", "prompt"), made)
+    write_shard(whole, ("cell", "prompt"), made, owner="run")
     data = whole.read_bytes()
     head = data.index(b"\n") + 1
     refused = 0
     for at in range(head):
         for bit in range(8):
             damaged.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
-            found = read_shard(damaged)
+            found = read_shard(damaged, owners=["run"])
             if found is None or found.key != ("cell", "prompt"):
                 refused += 1
                 continue

@@ -296,7 +296,7 @@ def test_another_rendering_is_an_applied_change(lab: Lab) -> None:
         ({"depth": True}, ConfigError, "depth is no whole number"),
         ({"depth": "3"}, ConfigError, "depth is no whole number"),
         ({"max_new_tokens": 12.5}, ConfigError, "max_new_tokens is no whole number"),
-        ({"limit": 0}, ConfigError, "limit is no whole number from 1 on"),
+        ({"limit": 0}, ConfigError, "limit is no whole number from 1 to"),
         ({"limit": 2.5}, ConfigError, "limit is no whole number"),
         ({"batch": "4"}, ConfigError, "batch is no whole number"),
         ({"batch": None}, ConfigError, "batch is no whole number"),

@@ -159,10 +159,11 @@ def test_a_target_without_a_sink_is_said_plainly(tables: Tables) -> None:
     assert not any("move" in a.sentence for a in answers(even)[:-1])
     uneven = with_columns(tables, sink=tables.depths["uniform"] * 2.1)
     assert not any("no attention sink" in a.sentence for a in answers(uneven))
-    for config in (
+    configs: tuple[dict[str, Any], ...] = (
         {"drafter": {"windows": [5]}},
         {"drafter": {"windows": []}, "interventions": {"c": [{"name": "window", "size": 5}]}},
-    ):
+    )
+    for config in configs:
         some = replace(even, manifest={**even.manifest, "config": config}, cache={})
         assert answers(some)[-1].sentence.startswith("A drafter here sees a window of keys only")
         assert figures.sink_data(some)["even"].isna().all()

@@ -786,7 +786,7 @@ def test_a_target_that_does_not_fit_says_so(
 
 
 def test_a_device_map_that_is_none_is_not_blamed_on_the_files(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="device_map is neither a device nor .*got nonsense"):
+    with pytest.raises(ConfigError, match=r"device_map is neither a device nor .*got nonsense"):
         Target.load(str(folder), device_map="nonsense")
 
 

@@ -285,7 +285,7 @@ def joined(content: Any, where: str) -> Any:
             got=f"{content!r:.60}",
             remedy='Only parts {"type": "text", "text": "..."} are read.',
         )
-    return "".join(texts)
+    return "".join(map(str, texts))
 
 
 def _first_exchange(messages: Any, system: Any, where: str) -> tuple[Any, Any]:

@@ -34,7 +34,6 @@ from driftlab.models.checkpoints.write import save_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.frozen import Frozen
 from driftlab.results.records import RunDirectory
-from driftlab.results.shards import SUFFIX, read_shard, safe_name
 
 Progress = Callable[[int], None]
 
@@ -101,7 +100,8 @@ class CellJob:
 
 def finished(job: CellJob) -> bool:
     """Whether nothing is left to do: the row says so, its drafter and all shards are there."""
-    row, run = _row(job), RunDirectory.open(job.run)
+    run = RunDirectory.open(job.run)
+    row = run.row_of(job.cell)
     return (
         row is not None
         and row["status"] == DONE
@@ -197,7 +197,7 @@ def _trained(
     ranks: Ranks,
 ) -> tuple[Drafter, dict[str, Any]]:
     """The drafter as its files give it, and what the cell's row says of its training."""
-    row = _row(job)
+    row = run.row_of(job.cell)
     fault = fault_of(job.drafter, job.row, run.drafter_of(job.cell))
     if fault is None and row is not None and row["train_steps"] is not None:
         # A drafter that is gone, damaged or another's is trained again, to the same bytes.
@@ -231,12 +231,6 @@ def _note(result: TrainResult) -> str:
         f"{result.precision}; weights of step {step}, the best of {len(result.evaluations)} "
         f"evaluations: {value:.3f} accepted drafts a round on held-back texts"
     )
-
-
-def _row(job: CellJob) -> dict[str, Any] | None:
-    """The cell's stored row of ``cells``."""
-    shard = read_shard(job.run / "rows" / "cells" / f"{safe_name(job.cell)}{SUFFIX}")
-    return None if shard is None else shard.table("cells").to_pylist()[0]
 
 
 def _measure(

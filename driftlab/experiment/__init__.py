@@ -102,7 +102,7 @@ def run_experiment(
                 todo = [job for job in jobs if not finished(job)]
                 failed |= _run_jobs(todo, experiment, ray, ranks, quiet=quiet)
         with run.stage("tables"):
-            run.finish()
+            run.finish([job.cell for jobs in phases for job in jobs])
         if failed:
             again = "Mend the cause, then run it again."
             if experiment.applied is not None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -32,6 +33,7 @@ from driftlab.results.records import (
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import (
     SUFFIX,
+    Shard,
     atomic_file,
     make_table,
     read_shard,
@@ -121,19 +123,28 @@ class ExplainedFolder:
             )
         return read_manifest(self.path / "manifest.json")
 
+    @cached_property
+    def _owner(self) -> str:
+        """What rows depend on."""
+        return str(self.manifest.get("hash"))
+
+    def _read(self, cell: str, prompt: str) -> Shard | None:
+        return read_shard(self._shard(cell, prompt), owners=(self._owner,))
+
     def _shard(self, cell: str, prompt: str) -> Path:
         return self.path / safe_name(cell) / f"{safe_name(prompt)}{SUFFIX}"
 
     def has(self, cell: str, prompt: str) -> bool:
         """Whether (cell, prompt) is finished and its checksum agrees."""
-        shard = read_shard(self._shard(cell, prompt))
+        shard = self._read(cell, prompt)
         return shard is not None and shard.key == (cell, prompt)
 
     def write(self, cell: str, prompt: str, columns: Mapping[str, Any]) -> None:
         """Store the rows of one (cell, prompt). Raises NumericsError for NaN, DataError else."""
         where = f"cell {cell}, prompt {prompt}"
         table = make_table("explained", {"cell": cell, "prompt": prompt, **columns}, where)
-        write_shard(self._shard(cell, prompt), (cell, prompt), {"explained": table})
+        made = {"explained": table}
+        write_shard(self._shard(cell, prompt), (cell, prompt), made, owner=self._owner)
 
     @contextmanager
     def begin(self, facts: Mapping[str, Any]) -> Iterator[Self]:
@@ -161,7 +172,7 @@ class ExplainedFolder:
     def finish(self, cells: Sequence[str], prompts: Sequence[str]) -> None:
         """Write ``explained.parquet`` beside the run's tables, sorted by its keys."""
         pairs = itertools.product(sorted(cells), sorted(prompts))
-        shards = (read_shard(self._shard(*pair)) for pair in pairs)
+        shards = (self._read(*pair) for pair in pairs)
         parts = (shard.table("explained") for shard in shards if shard is not None)
         rows = _write_parquet(self.table, "explained", parts)
         self._note({**self.manifest, "table": {"rows": rows, "sha256": file_hash(self.table)}})

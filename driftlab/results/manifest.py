@@ -109,6 +109,7 @@ class _Manifest(_Part):
     drafters: dict[str, Any] | None = None
     conditions: dict[str, dict[str, Any]] | None = None
     merged: list[_Merged] | None = None
+    owners: list[str] = []
     reduced: str | None = None
 
 

@@ -95,6 +95,9 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
         **{n: said for n in ("warnings", "differs") if (said := _all_said(manifests, n))},
         "config": merged.model_dump(mode="json"),
         "config_hash": config_hash(identity(merged)),
+        "owners": sorted(
+            {owner for m in manifests for owner in (m["config_hash"], *m.get("owners", ()))}
+        ),
         "name": merged.name,
         "command": shlex.join(["driftlab", "merge", *map(str, runs), "--out", str(out)]),
         "stages": _stages(manifests),
@@ -113,7 +116,7 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
     with RunDirectory.create(out, manifest) as made:
         for name, source in files.items():
             _copy(source, out / name, link=name.parts[0] == "drafters")
-        made.finish()
+        made.finish(owners)
     return RunDirectory.open(out)
 
 

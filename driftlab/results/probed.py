@@ -132,7 +132,7 @@ class ProbeRun:
                         },
                     )
             run.write_prompts(_columns(self._arrow["prompts"]))
-            run.finish()
+            run.finish(self._arrow["cells"]["cell"].to_pylist())
         return RunDirectory.open(path)
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -203,7 +204,7 @@ class RunDirectory:
 
     def has(self, cell: str, prompt: str) -> bool:
         """Whether (cell, prompt) is finished: its shard is there and its checksum agrees."""
-        shard = read_shard(self._shard_path(cell, prompt))
+        shard = read_shard(self._shard_path(cell, prompt), owners=self._owners)
         return shard is not None and shard.key == (cell, prompt)
 
     def write(self, cell: str, prompt: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
@@ -237,7 +238,7 @@ class RunDirectory:
             made[name] = table
         if "steps" in made:
             made["depths"] = reduce_steps(made["steps"], where)
-        write_shard(self._shard_path(cell, prompt), (cell, prompt), made)
+        self._write(self._shard_path(cell, prompt), (cell, prompt), made)
 
     def write_cell(self, row: Mapping[str, Any], drafter: str | None = None) -> None:
         """Store one row of ``cells``; the row of the same cell is replaced.
@@ -255,11 +256,25 @@ class RunDirectory:
             table = table.replace_schema_metadata(
                 {**(table.schema.metadata or {}), _DRAFTER: drafter.encode()}
             )
-        write_shard(self._row_path(cell), (cell,), {"cells": table})
+        self._write(self._row_path(cell), (cell,), {"cells": table})
+
+    def _write(self, path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]) -> None:
+        write_shard(path, key, tables, owner=self._owners[0])
+
+    @cached_property
+    def _owners(self) -> tuple[str, ...]:
+        """What pieces of this run say that they belong to: it, and runs that were merged in it."""
+        manifest = self.manifest
+        return str(manifest.get("config_hash")), *manifest.get("owners", ())
+
+    def row_of(self, cell: str) -> dict[str, Any] | None:
+        """The stored row of ``cells``; None when there is none."""
+        shard = read_shard(self._row_path(cell), owners=self._owners)
+        return None if shard is None else dict(shard.table("cells").to_pylist()[0])
 
     def drafter_of(self, cell: str) -> str | None:
         """The hash that :meth:`write_cell` was given; None in runs that were made without."""
-        shard = read_shard(self._row_path(cell))
+        shard = read_shard(self._row_path(cell), owners=self._owners)
         metadata = None if shard is None else shard.table("cells").schema.metadata
         found = (metadata or {}).get(_DRAFTER)
         return None if found is None else found.decode()
@@ -271,23 +286,26 @@ class RunDirectory:
         """Store the whole table ``prompts``, one row per (prompt, text)."""
         self._may_write("owner")
         table = make_table("prompts", columns, "all prompts")
-        write_shard(self.path / "rows" / f"prompts{SUFFIX}", ("prompts",), {"prompts": table})
+        self._write(self.path / "rows" / f"prompts{SUFFIX}", ("prompts",), {"prompts": table})
 
     def write_texts(self, columns: Mapping[str, Any]) -> None:
         """Store the whole table ``texts``, one row per (condition, prompt, text)."""
         self._may_write("owner")
         table = make_table("texts", columns, "texts of conditions")
-        write_shard(self.path / "rows" / f"texts{SUFFIX}", ("texts",), {"texts": table})
+        self._write(self.path / "rows" / f"texts{SUFFIX}", ("texts",), {"texts": table})
 
-    def finish(self) -> dict[str, Path]:
+    def finish(self, cells_of_run: Iterable[str] | None = None) -> dict[str, Path]:
         """Write every table as Parquet, sorted by its key, and note it in the manifest.
 
         Memory does not grow with the run. Returns the files by table name. Raises RunError
-        when a shard is damaged (running the same command again redoes it).
+        when a shard is damaged (running the same command again redoes it), or belongs to none of
+        ``cells_of_run`` (None: any cell may).
         """
         self._may_write("owner")
-        shards = self._shards(self.path / "shards")
+        if cells_of_run is not None:
+            self._refuse_strays({safe_name(cell) for cell in cells_of_run})
         cells = self._shards(self.path / "rows" / "cells")
+        shards = self._shards(self.path / "shards")
         prompts = self._shards(self.path / "rows", f"prompts{SUFFIX}")
         texts = self._shards(self.path / "rows", f"texts{SUFFIX}")
         files, noted = {}, {}
@@ -303,17 +321,36 @@ class RunDirectory:
         self.update_manifest(tables=noted, finished=_now())
         return files
 
+    def _refuse_strays(self, cells: set[str]) -> None:
+        """Raise RunError for pieces that have no place in a run of ``cells`` (names of files)."""
+        rows = {Path("rows", f"{name}{SUFFIX}") for name in ("prompts", "texts")}
+        rows |= {Path("rows", "cells", f"{cell}{SUFFIX}") for cell in cells}
+        strays = []
+        for path in sorted(self.path.glob(f"*/**/*{SUFFIX}")):
+            place = path.relative_to(self.path)
+            measured = len(place.parts) == 3 and place.parts[1] in cells
+            if (place.parts[0] == "shards" and not measured) or (
+                place.parts[0] == "rows" and place not in rows
+            ):
+                strays.append(str(place))
+        if strays:
+            raise RunError(
+                f"{len(strays)} piece(s) in {self.path} belong to no cell of this run",
+                got=", ".join(strays[:3]),
+                remedy="Delete them, then run the same command again.",
+            )
+
     def _shards(self, folder: Path, pattern: str = f"**/*{SUFFIX}") -> list[Shard]:
         found, damaged = [], []
         for path in sorted(folder.glob(pattern)):
-            shard = read_shard(path)
+            shard = read_shard(path, owners=self._owners)
             (damaged.append(path) if shard is None else found.append(shard))
         if damaged:
             names = ", ".join(str(p.relative_to(self.path)) for p in damaged[:3])
             raise RunError(
-                f"{len(damaged)} piece(s) of {self.path} are damaged",
+                f"{len(damaged)} piece(s) of {self.path} are damaged, or another run's",
                 got=names,
-                remedy="Run the same command again: damaged pieces are measured anew.",
+                remedy="Run the same command again: they are made anew. Delete what stays.",
             )
         return sorted(found, key=lambda shard: shard.key)
 

@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import re
+import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -58,6 +59,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     ResourceError: the disk or the quota is full. What was there before is untouched.
     RunError: the folder cannot be written.
     """
+    if path.is_dir():
+        raise RunError(f"{path} is a folder", remedy="Remove it: a file belongs there.")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_TEMPORARY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -456,7 +459,10 @@ class Shard:
         return pa.ipc.open_stream(data, options=_READ).read_all()
 
 
-def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]) -> None:
+def write_shard(
+    path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table], *, owner: str
+) -> None:
+    """Store ``tables`` of the piece ``key`` in one file. ``owner``: hash of what they depend on."""
     # Measurements hardly shrink, so the quick codec; the tables at the end are packed better.
     options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
     payload, blobs, offset = [], {}, 0
@@ -473,6 +479,7 @@ def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]
         digest.update(data)
     header = {
         "driftlab_shard": SCHEMA_VERSION,
+        "owner": owner,
         "key": key,
         "blobs": blobs,
         "sha256": digest.hexdigest(),
@@ -483,18 +490,19 @@ def write_shard(path: Path, key: tuple[str, ...], tables: Mapping[str, pa.Table]
             handle.write(data)
 
 
-def read_shard(path: Path, *, verify: bool = True) -> Shard | None:
-    """The shard at ``path``, or None when it is absent, damaged or of another schema version."""
+def read_shard(path: Path, *, owners: Collection[str]) -> Shard | None:
+    """The shard at ``path``, or None when it is absent, damaged, of another schema version, or
+    depends on something else than ``owners`` name."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            return None
         with path.open("rb") as handle:
             header = json.loads(handle.readline(1 << 20))
             start = handle.tell()
-            if header["driftlab_shard"] != SCHEMA_VERSION:
+            if header["driftlab_shard"] != SCHEMA_VERSION or header["owner"] not in owners:
                 return None
-            if verify:
-                digest = hashlib.file_digest(handle, "sha256").hexdigest()
-                if digest != header["sha256"]:
-                    return None
+            if hashlib.file_digest(handle, "sha256").hexdigest() != header["sha256"]:
+                return None
             blobs, end = {}, start
             for name, (at, size) in header["blobs"].items():
                 if name not in SCHEMAS or start + at != end or size < 0:

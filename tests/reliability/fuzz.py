@@ -265,7 +265,8 @@ def shards(rng: Rng, folder: Path) -> None:
     whole = rng.choice(sorted((run() / "shards").rglob("*.shard")))
     path = folder / "x.shard"
     path.write_bytes(bent(rng, whole.read_bytes(), head=400))
-    shard, true = read_shard(path), read_shard(whole)
+    owners = [json.loads((run() / "manifest.json").read_text())["config_hash"]]
+    shard, true = read_shard(path, owners=owners), read_shard(whole, owners=owners)
     assert true is not None
     if shard is not None and shard.key == true.key:
         for name in true.blobs:
