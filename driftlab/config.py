@@ -253,6 +253,13 @@ class TargetSpec(Frozen):
             raise ValueError("give device_map (whole layers) or tp_plan (parts of layers)")
         if self.source == "micro" and (self.device_map or self.tp_plan):
             raise ValueError("the target 'micro' is trained on the CPU and stays there")
+        if self.source == "micro" and (
+            self.dtype != "float32" or self.revision is not None or self.trust_remote_code
+        ):
+            raise ValueError(
+                "the target 'micro' is trained in float32: it has no dtype, revision or code of "
+                "its own to choose"
+            )
         return self
 
 

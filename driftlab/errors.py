@@ -44,8 +44,8 @@ def first_line(error: BaseException) -> str:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether memory ran out, which torch says in plain RuntimeErrors on a CPU."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+    words = ("allocate memory", "out of memory", "failed to map segment")  # the last: libraries
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 class ConfigError(DriftlabError):

@@ -256,6 +256,17 @@ def test_ablate_has_a_base_for_files_only(refused: Any) -> None:
     assert "no packaged suite" in refused("ablate", "--suite", "")
 
 
+def test_the_module_is_the_command() -> None:
+    words = [sys.executable, "-m", "driftlab", "sites"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "attn.pattern" in done.stdout
+
+
+@pytest.mark.parametrize("setting", ['dtype="bfloat16"', 'revision="a"', "trust_remote_code=true"])
+def test_the_embedded_target_has_nothing_to_choose(setting: str, refused: Any) -> None:
+    assert "'micro' is trained in float32" in refused("ablate", "--set", f"target.{setting}")
+
+
 def test_a_working_folder_that_is_gone(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from synthetic_run import make_run, prompt_names
 
-from driftlab.errors import DataError, RunError
+from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.results.compare import Comparison, _Run, _sides, compare, split_cell
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.served import Served, compare_served, read_served
@@ -259,6 +259,8 @@ def test_kinds_of_text_must_be_in_both(make: Make, pre: RunDirectory) -> None:
     assert "sampled text (temperature 1)" in str(error.value)
     with pytest.raises(RunError, match="no greedy text is in both"):
         compare(pre, pre, kind="greedy")
+    with pytest.raises(ConfigError, match="no such kind of text .*got xyz"):
+        compare(pre, pre, kind="xyz")
 
 
 def test_settings_that_may_differ_are_listed(make: Make, pre: RunDirectory) -> None:

@@ -336,6 +336,12 @@ def test_a_system_prompt_that_the_template_drops_is_refused() -> None:
     assert spelled(tok, render(Prompt("p", "chat", "Hi", ""), tok).tokens) == "[Hi]"
 
 
+@pytest.mark.parametrize("template", ["hello", " ", "{{ messages[-1].content | length > 0 }}"])
+def test_a_text_that_the_template_drops_is_refused(template: str) -> None:
+    with pytest.raises(DataError, match=r"drops the text of prompt p \(got 'Hi'"):
+        render(Prompt("p", "chat", "Hi"), tokenizer(template))
+
+
 def test_a_template_s_own_system_prompt_may_be_asked_for() -> None:
     """Qwen2.5 and SmolLM2 put one of their own where none is given."""
     tok = tokenizer(

@@ -675,6 +675,23 @@ def test_the_fingerprint_notices_one_weight() -> None:
     assert c.fingerprint != a.fingerprint
 
 
+def test_an_end_token_outside_the_vocabulary_ends_nothing_and_is_said() -> None:
+    model = _llama(eos_token_id=5)
+    model.generation_config.eos_token_id = [5, -1, 10**9]
+    target = Target.from_model(model, name="t")
+    assert target.eos_ids == {5}
+    said = target.provenance["eos_ids"]
+    assert said.origin is Origin.assumed
+    assert said.where == (
+        "generation_config; [-1, 1000000000] are outside the vocabulary and end no text"
+    )
+
+
+def test_a_target_without_layers_is_refused() -> None:
+    with pytest.raises(ContractError, match="blocks or head were not found"):
+        Target.from_model(_llama(num_hidden_layers=0), name="t")
+
+
 def test_eos_is_read_and_its_place_recorded() -> None:
     model = _llama(eos_token_id=5)
     model.generation_config.eos_token_id = [5, 6]

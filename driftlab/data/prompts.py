@@ -392,6 +392,13 @@ def _with_template(prompt: Prompt, tokenizer: Any, source: str) -> list[int]:
     user = {"role": "user", "content": prompt.text}
     system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     tokens = _applied([*system, user], prompt.id, tokenizer, source)
+    unlike = {"role": "user", "content": f"{prompt.text} x"}
+    if tokens == _applied([*system, unlike], prompt.id, tokenizer, source):
+        raise DataError(
+            f"the chat template drops the text of prompt {prompt.id}",
+            got=f"{prompt.text!r:.60}",
+            remedy="Correct the template of the target's tokenizer, or use template = never.",
+        )
     # Another one is the test, not none: a template's own system prompt may be asked for.
     other = {"role": "system", "content": f"{prompt.system} x"}
     if prompt.system and tokens == _applied([other, user], prompt.id, tokenizer, source):

@@ -94,6 +94,7 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
             remedy="Run the experiment that trains them first, or --set applied.drafters=RUN.",
         )
     run = RunDirectory.open(folder)
+    _refuse_idle(experiment, run)
     cells = run.table("cells")
     cells = cells[(cells["axis"] == "trained") & cells["seed"].isin(experiment.seeds)]
     if applied.variants:
@@ -131,6 +132,20 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
         known = {n: None if row[n] is None or row[n] != row[n] else row[n] for n in _KEPT}  # NaN
         found.append(GivenDrafter(row["cell"], drafter, sha, known))
     return Given(run, tuple(found))
+
+
+def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
+    """Raise ConfigError for settings of training that the drafters of ``run`` were not made with."""
+    made, asked = run.manifest.get("config") or {}, experiment.model_dump(mode="json")
+    for table in ("train", "drafter"):
+        there = made.get(table) or {}
+        for name, value in asked[table].items():
+            if name in there and name != "checkpoint_every" and there[name] != value:
+                raise ConfigError(
+                    f"{table}.{name} changes nothing: the drafters of {run.path} are trained",
+                    got=f"{value}, they were made with {there[name]}",
+                    remedy="Leave it as it is there, or train drafters of your own.",
+                )
 
 
 def unchanged_jobs(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from driftlab.config import (
     Condition,
@@ -310,9 +311,10 @@ class Plan:
                 norm_eps=like.norm_eps,
                 rope=like.rope,
             )
-        except ValueError as error:
+        except ValidationError as error:
             raise ConfigError(
-                f"the drafter cannot be built: {error}", remedy="Correct [drafter] in the file."
+                f"the drafter cannot be built: {error.errors()[0]['msg']}",
+                remedy="Correct [drafter] in the file.",
             ) from None
 
     def job(

@@ -71,7 +71,7 @@ class Anatomy:
         blocks = next(
             (b for k in _BLOCKS if (b := getattr(self._decoder, k, None)) is not None), None
         )
-        if blocks is None or self._head is None:
+        if not blocks or self._head is None:
             raise ContractError(
                 f"{name}: blocks or head were not found in the model",
                 got=type(model).__name__,

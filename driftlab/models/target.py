@@ -162,12 +162,15 @@ class Target(Anatomy):
                 got=repr(odd[0]),
                 remedy="Correct it in the model's files: whole numbers end a text.",
             )
+        outside = sorted(i for i in ids if not 0 <= i < self.vocab_size)
+        said = f"; {outside} are outside the vocabulary and end no text" if outside else ""
+        known = sorted(set(ids) - set(outside))
         self.provenance["eos_ids"] = Sourced(
-            value=sorted(ids),
-            origin=Origin.read if where else Origin.assumed,
-            where=where or "found nowhere: none",
+            value=known,
+            origin=Origin.read if where and not outside else Origin.assumed,
+            where=(where or "found nowhere: none") + said,
         )
-        return frozenset(ids)
+        return frozenset(known)
 
     def _find_context(self) -> int:
         text = self.model.config.get_text_config(decoder=True)

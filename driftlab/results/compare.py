@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from driftlab.errors import RunError
+from driftlab.errors import ConfigError, RunError
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.slices import (
+    TEXTS,
     UNKNOWN_SEED,
     Group,
     Mode,
@@ -229,6 +230,10 @@ def split_cell(source: str) -> tuple[Path, str | None]:
 
 def _kind(runs: Sequence[_Run], asked: TextKind | str | None) -> TextKind:
     """The kind of text that both runs have, the headline's first."""
+    if isinstance(asked, str) and asked not in TEXTS:
+        raise ConfigError(
+            "no such kind of text", got=asked, remedy=f"Name one of {', '.join(TEXTS)}."
+        )
     kinds = [text_kinds(run.tables) for run in runs]
     if isinstance(asked, str):
         kinds = [tuple(k for k in there if k.text == asked) for there in kinds]

@@ -600,7 +600,7 @@ class _Lock:
                 raise RunError(
                     f"{path.parent} is in use by another process",
                     got=holder,
-                    remedy="Wait until it ends, or choose another folder with --out.",
+                    remedy="Wait until it ends, or work in another folder.",
                 ) from None
             raise RunError(
                 f"{path.parent} is on a file system that cannot lock files",

@@ -1,0 +1,5 @@
+"""``python -m driftlab``: the command line."""
+
+from driftlab.cli import main
+
+main()
