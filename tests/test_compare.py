@@ -259,7 +259,7 @@ def test_kinds_of_text_must_be_in_both(make: Make, pre: RunDirectory) -> None:
     assert "sampled text (temperature 1)" in str(error.value)
     with pytest.raises(RunError, match="no greedy text is in both"):
         compare(pre, pre, kind="greedy")
-    with pytest.raises(ConfigError, match="no such kind of text .*got xyz"):
+    with pytest.raises(ConfigError, match=r"no such kind of text .*got xyz"):
         compare(pre, pre, kind="xyz")
 
 

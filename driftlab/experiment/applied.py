@@ -135,7 +135,7 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
 
 
 def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
-    """Raise ConfigError for settings of training that the drafters of ``run`` were not made with."""
+    """Raise ConfigError for settings of training that ``run`` made its drafters without."""
     made, asked = run.manifest.get("config") or {}, experiment.model_dump(mode="json")
     for table in ("train", "drafter"):
         there = made.get(table) or {}
