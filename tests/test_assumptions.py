@@ -263,7 +263,9 @@ def test_the_command_line_prints_each_once(
         tmp_path / "run", seeds=(0,), prompts=synthetic_run.prompt_names(2), depth=4, anchors=4
     )
     run._role = "owner"
-    run.update_manifest(assumed={"rope.theta": {"value": 1e4, "where": "absent", "origin": "x"}})
+    run.update_manifest(
+        assumed={"rope.theta": {"value": 1e4, "where": "absent", "origin": "assumed"}}
+    )
     monkeypatch.setattr("driftlab.results.figures.save_figures", lambda *_: {})
     monkeypatch.setattr("driftlab.results.report.write_report", lambda *_, **__: "page")
     cli._finish(run)

@@ -232,11 +232,11 @@ def _prompt(record: dict[str, Any], stem: str, number: int, where: str) -> Promp
     elif field == "messages":
         text, system = (joined(part, where) for part in _first_exchange(text, system, where))
     if not isinstance(text, str) or not text.strip():
-        form = {"turns": "a list that opens with", "messages": "messages whose content is"}
+        form = {"turns": "Give a list that opens with", "messages": "Give messages that hold"}
         raise DataError(
             f"{where}: {field} holds no text",
             got=f"{record[field]!r:.60}",
-            remedy=f"Give {form.get(field, '')} a non-empty string.".replace("  ", " "),
+            remedy=f"{form.get(field, 'Give')} a non-empty string.",
         )
     if system is not None and not isinstance(system, str):
         raise DataError(

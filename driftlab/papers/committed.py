@@ -346,12 +346,11 @@ def _note(manifest: Mapping[str, Any], folder: Path) -> None:
 
 def changed_tables(run: RunDirectory) -> list[str]:
     """Tables of ``run`` that are not, or no longer, those that its manifests know by hash."""
-    noted = run.manifest.get("tables")
-    known = dict(noted) if isinstance(noted, dict) else {}
+    known = dict(run.manifest.get("tables") or {})
     explained = ExplainedFolder(run.path)  # it has a manifest of its own
     if (explained.path / "manifest.json").exists():
         known["explained"] = explained.manifest.get("table")
-    hashes = {name: e.get("sha256") if isinstance(e, dict) else None for name, e in known.items()}
+    hashes = {name: (noted or {}).get("sha256") for name, noted in known.items()}
     gone = [n for n in OPTIONAL if hashes.get(n) and not (run.path / f"{n}.parquet").exists()]
     return [
         path.name

@@ -210,7 +210,7 @@ class Explained:
         facts = folder.manifest
         noted = facts.get("table")
         try:
-            if not isinstance(noted, dict) or noted.get("sha256") != file_hash(folder.table):
+            if noted is None or noted["sha256"] != file_hash(folder.table):
                 raise ValueError("it is not the table that its manifest notes")
             table = pq.read_table(folder.table)
         except (OSError, ValueError, pa.ArrowException) as error:

@@ -102,6 +102,7 @@ class _Manifest(_Part):
     coverage: float | None = None
     supervised: float | None = None
     tables: dict[str, _Table] = {}
+    table: _Table | None = None  # of an explanation
     warnings: list[str] = []
     differs: list[str] = []
     precision: _Precision | None = None

@@ -411,10 +411,9 @@ class RunDirectory:
                 f"table {name} has no column {', '.join(unknown)}",
                 remedy=f"Columns: {', '.join(SCHEMAS[name].names)}.",
             )
-        noted = self.manifest.get("tables")
-        noted = noted.get(name) if isinstance(noted, dict) else None
+        noted = (self.manifest.get("tables") or {}).get(name)
         try:
-            if isinstance(noted, dict) and noted.get("sha256") != file_hash(path):
+            if noted is not None and noted["sha256"] != file_hash(path):
                 raise RunError(
                     f"{path} is damaged",
                     got="its checksum is not the one in manifest.json",
@@ -430,7 +429,7 @@ class RunDirectory:
                 remedy="The run is not finished: run the same command again to complete it.",
             ) from None
         except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-            if filters is not None and isinstance(noted, dict):  # the file is whole
+            if filters is not None and noted is not None:  # the file is whole
                 raise RunError(
                     f"table {name} cannot be filtered so",
                     got=f"{filters}: {first_line(error)}",
