@@ -581,7 +581,7 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
     method = "percentile" if len(piece.seeds) > 1 else "BCa"  # figures draw percentiles always
-    return f"{piece.basis}; brackets hold 95% {method} bootstrap intervals over {piece.drawn}"
+    return f"{piece.over}; brackets hold 95% {method} bootstrap intervals over {piece.drawn}"
 
 
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:

@@ -255,8 +255,12 @@ class Slice:
     @property
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
-        chains = f"{self.mode} chains on {self.kind}" if self.mode else str(self.kind)
-        said = [f"{chains}, {count(len(self.prompts), len(self.seeds))}"]
+        return f"{self.mode} chains on {self.over}" if self.mode else self.over
+
+    @property
+    def over(self) -> str:
+        """The texts that they come from, and what was left out of these."""
+        said = [f"{self.kind}, {count(len(self.prompts), len(self.seeds))}"]
         if self.left_out:
             said.append(f"{_texts(self.left_out, 'looping')} left out")
         if self.all_loop:
