@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from driftlab.data import prompts
 from driftlab.data.prompts import (
     Prompt,
     Rendering,
@@ -138,6 +140,7 @@ def test_texts_are_taken_as_they_are(tmp_path: Path) -> None:
         ([{"prompt": "a"}, "{'prompt': 1}"], r"line 2: not JSON \(.*column 2\)"),
         ([{"prompt": "a"}, '{"prompt": "cut'], "line 2: not JSON"),
         (["[1]"], "line 1: not a JSON object"),
+        (['{"prompt": "a", "prompt": "b"}'], r"line 1: not JSON \('prompt' stands there twice\)"),
         ([{"question": "a"}], r"line 1: none of the fields turns.*got question"),
         ([{}], "none of the fields"),
         ([{"turns": []}], "turns holds no text"),
@@ -340,6 +343,15 @@ def test_a_system_prompt_that_the_template_drops_is_refused() -> None:
 def test_a_text_that_the_template_drops_is_refused(template: str) -> None:
     with pytest.raises(DataError, match=r"drops the text of prompt p \(got 'Hi'"):
         render(Prompt("p", "chat", "Hi"), tokenizer(template))
+
+
+def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    loop = "{% for i in range(99999) %}"
+    tok = tokenizer(f"{loop}{loop}{{% endfor %}}{{% endfor %}}{{{{ messages[0].content }}}}")
+    with pytest.raises(DataError, match="the chat template does not end for prompt p"):
+        render(Prompt("p", "chat", "Hi"), tok)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_template_s_own_system_prompt_may_be_asked_for() -> None:

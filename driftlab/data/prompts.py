@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import sha256
@@ -188,7 +191,7 @@ def records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not text:
             continue
         try:
-            record = json.loads(text)
+            record = json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:  # also nested too deep, numbers too long
             why = str(error).removesuffix("(char 0)").splitlines()[0].strip()
             if isinstance(error, json.JSONDecodeError):
@@ -205,6 +208,15 @@ def records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 remedy='Each line must be one JSON object, such as {"prompt": "..."}.',
             )
         yield number, record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return made
 
 
 def whole(what: str, value: str, where: str) -> None:
@@ -420,20 +432,49 @@ def _applied(
             remedy="Write the form into its call of strftime_now, or render with template = never.",
         )
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            sanitize_control_tokens=True,
-            chat_template=dated,
-        )
+        with _limited(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                sanitize_control_tokens=True,
+                chat_template=dated,
+            )
+    except TimeoutError:
+        raise DataError(
+            f"the chat template does not end for prompt {prompt_id}",
+            got=f"{TEMPLATE_SECONDS} s",
+            remedy="Correct the template of the target's tokenizer, or use template = never.",
+        ) from None
     except Exception as error:  # jinja2's own classes, and whatever a template raises
         raise DataError(
             f"the chat template refuses prompt {prompt_id}",
             got=error,
             remedy="Drop the system prompt if it names one, or render with template = never.",
         ) from error
+
+
+TEMPLATE_SECONDS = 20  # a checkpoint brings its template, which may loop for ever
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer; in other threads than the first, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _refuse_ended(tokens: list[int], tokenizer: Any, prompt_id: str) -> None:
