@@ -172,6 +172,18 @@ def test_a_pipe_or_a_folder_in_place_of_a_piece(out: Path) -> None:
         run(out)
 
 
+def test_what_a_killed_run_left_in_the_cache_goes_away(tmp_path: Path) -> None:
+    """Half-written: the target, its frozen parts, attention rows (a process that is long gone)."""
+    cache = tmp_path / "cache"
+    for folder in ("targets", "frozen"):
+        shutil.copytree(done().parent / "cache" / folder, cache / folder)
+        for path in list((cache / folder).iterdir()):
+            path.rename(path.with_name(f".{path.name}.{2**22 + 1}.7.tmp"))
+    run(tmp_path / "run", cache=cache)
+    assert not list(cache.rglob("*.tmp"))
+    assert small.contents(tmp_path / "run") == small.contents(done())
+
+
 def exchange(out: Path) -> None:
     """Put each drafter in the other's place."""
     one, other = (out / "drafters" / name for name in small.CELLS)

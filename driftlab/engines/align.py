@@ -27,7 +27,7 @@ from driftlab.models.attention import Pattern
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment, attach, capture
 from driftlab.models.target import Target
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 
 _TINY = 1e-12
 _LEAST_KEYS = 3  # fewer points have no correlation worth the name
@@ -77,6 +77,7 @@ def store_rows(
         digest.update(f"{text.tokens_sha} {at.tolist()}".encode())
     folder = root / digest.hexdigest()[:32]
     found = Rows(folder, tuple(layers))
+    remove_dead(folder)
     todo = [i for i in range(len(texts)) if not (folder / _name(i)).exists()]
     for i in tqdm(todo, desc=progress, unit="text", disable=None if progress else True):
         kept: dict[int, Tensor] = {}

@@ -23,7 +23,7 @@ from driftlab.engines.probe import measurable_anchors
 from driftlab.errors import ConfigError
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 
 MICRO = "micro"
 RENDERING = Rendering("default")
@@ -71,6 +71,7 @@ def _micro_target(cache: Path, label: str) -> Target:
             progress=label,
         )
         data = save({n: t.contiguous() for n, t in model.state_dict().items()})
+        remove_dead(path.parent, path.name)
         with atomic_file(path) as file:
             file.write(sha256(data).digest() + data)
     return Target.from_model(model, name=MICRO, eos_ids=[grammar.VOCABULARY.index(grammar.EOS)])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from driftlab.errors import CheckpointError, ContractError
 from driftlab.models.target import Target
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 
 
 class Teacher(Protocol):
@@ -124,5 +124,6 @@ def freeze(target: Target, path: Path) -> None:
     if target.final_norm_weight is not None:
         tensors["final_norm"] = target.final_norm_weight.detach().cpu().contiguous()
     facts = {"softcap": str(target.softcap or 0.0), "scale": str(target.logit_scale)}
+    remove_dead(path.parent, path.name)
     with atomic_file(path) as file:
         file.write(save(tensors, metadata={**facts, "sha256": _digest(tensors, facts)}))

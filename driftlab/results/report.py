@@ -7,7 +7,6 @@ rest. Everything that comes from the run (prompt ids, notes, config) is escaped.
 from __future__ import annotations
 
 import base64
-import glob
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +96,7 @@ def write_report(
         + "\n</body></html>\n"
     )
     path = Path(path)
-    remove_dead(path.parent, f"{glob.escape(path.name)}.*")
+    remove_dead(path.parent, path.name)
     with atomic_file(path) as handle:
         handle.write(page.encode())
     return path

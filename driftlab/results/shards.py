@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -109,9 +110,13 @@ def remove_leftovers(folder: Path) -> None:
             _discard(path)
 
 
-def remove_dead(folder: Path, name: str = "*") -> None:
-    """Delete what killed processes left of files called ``name``; others may be writing theirs."""
-    for path in folder.glob(f".{name}{_TEMPORARY}"):
+def remove_dead(folder: Path, name: str | None = None) -> None:
+    """Delete what killed processes left of the file ``name`` (None: of any) in ``folder``.
+
+    Other processes may be writing there: what is theirs stays.
+    """
+    of = "" if name is None else f"{glob.escape(name)}."
+    for path in folder.glob(f".{of}*{_TEMPORARY}"):
         if (found := _LEFT.fullmatch(path.name)) and not _lives(int(found[1])):
             _discard(path)
 

@@ -119,8 +119,10 @@ def trial(verb: str, home: Path, expected: Any, whole: float, rng: random.Random
     os.waitpid(child, 0)
     hit = stage(out)
     finish(words)
-    if found(out) != expected or small.leftovers(out) or list(home.rglob("*.tmp")):
+    if found(out) != expected:
         raise SystemExit(f"{verb}, killed in stage {hit!r}: the tables differ")
+    if left := [*small.leftovers(out), *home.rglob("*.tmp")]:
+        raise SystemExit(f"{verb}, killed in stage {hit!r}: {left[0]} stays")
     return hit
 
 
