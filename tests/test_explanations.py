@@ -6,6 +6,7 @@ import io
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import synthetic_run
 
 from driftlab.errors import DataError, NumericsError, RunError
 from driftlab.results.drawing import save_frame
-from driftlab.results.explain_figures import EXPLAIN_FIGURES, available
+from driftlab.results.explain_figures import EXPLAIN_FIGURES, available, save_explain_figures
 from driftlab.results.explanations import (
     MEASURES,
     Explained,
@@ -388,6 +389,16 @@ def test_figures_without_rows_are_left_out(agreed: Explained) -> None:
     part = Explained.build(make_table("explained", plain, "all"), frame, {})
     assert available(part) == ["explain_lens", "explain_states", "explain_effect"]
     assert said(part, "captured layer") == []
+
+
+def test_a_figure_without_a_value_is_not_drawn(agreed: Explained, tmp_path: Path) -> None:
+    """As where every chain is one draft deep: there is nothing before to resemble."""
+    table = agreed.table
+    kept = table[(table["measure"] == "cosine") & table["part"].astype(str).str.startswith("write")]
+    part = replace(agreed, table=kept, _cubes={})
+    assert available(part) == ["explain_states"]
+    assert save_explain_figures(part, tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_measures_are_described(agreed: Explained) -> None:

@@ -289,8 +289,13 @@ def available(found: Explained) -> list[str]:
 
 
 def save_explain_figures(found: Explained, out: str | Path) -> dict[str, dict[str, Path]]:
-    """Write every figure as PNG, PDF and CSV into folder ``out``; paths by name and suffix."""
+    """Write every figure as PNG, PDF and CSV into folder ``out``; paths by name and suffix.
+
+    One without a value is not drawn, as what only deeper drafts have in chains of one.
+    """
+    frames = {name: EXPLAIN_FIGURES[name].data(found) for name in available(found)}
     return {
-        name: save_frame(EXPLAIN_FIGURES[name], EXPLAIN_FIGURES[name].data(found), out)
-        for name in available(found)
+        name: save_frame(EXPLAIN_FIGURES[name], frame, out)
+        for name, frame in frames.items()
+        if len(frame)
     }
