@@ -109,7 +109,7 @@ def test_texts_too_short_for_the_depth_are_counted(tables: Tables) -> None:
     piece = take(more, "free")
     assert (piece.unmeasured, piece.left_out) == (2, 1)
     assert "2 texts too short for the depth" in piece.basis
-    assert basis(more).endswith("95% percentile bootstrap intervals over seeds and prompts")
+    assert basis(more).endswith("95% bootstrap intervals over seeds and prompts, percentile")
 
 
 def test_cubes_hold_each_row_where_it_belongs(tables: Tables) -> None:
@@ -326,7 +326,7 @@ def test_captions_say_what_the_numbers_are(tables: Tables) -> None:
         for part in (
             "sampled text (temperature 1)",
             "4 prompts x 2 seeds",
-            "95% percentile bootstrap",
+            "draws, percentile",
         ):
             assert part.lower() in caption.lower(), name
         assert "1 looping text left out" in caption

@@ -580,8 +580,7 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     """What the headline numbers are taken over, and what their intervals draw, in words."""
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    method = "percentile" if len(piece.seeds) > 1 else "BCa"  # figures draw percentiles always
-    return f"{piece.over}; brackets hold 95% {method} bootstrap intervals over {piece.drawn}"
+    return f"{piece.over}; brackets hold 95% bootstrap intervals over {piece.drawn}, {piece.method}"
 
 
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:

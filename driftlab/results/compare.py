@@ -183,9 +183,12 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     n = max((row.effect.n for row in rows), default=0)
     seeds = max((row.effect.seeds for row in rows), default=1)
     drawn = "seeds and prompts" if seeds > 1 else "prompts"
+    size = count(n, seeds)
+    if not any(a.shared(b) for a, b in pairs):
+        size = f"{n} prompts, each its mean over seeds"
     kinds = dict.fromkeys(str(texts_of(a.tables, a.group, kind)[0]) for a, _ in pairs)
     basis = (
-        f"{' and '.join(kinds)}, {count(n, seeds)}, paired; 95% bootstrap intervals over {drawn}; "
+        f"{' and '.join(kinds)}, {size}, paired; 95% bootstrap intervals over {drawn}; "
         f"p corrected for {len(adjusted)} comparisons (Holm)"
     )
     return Comparison(
@@ -247,7 +250,8 @@ def _kind(runs: Sequence[_Run], asked: TextKind | str | None) -> TextKind:
     raise RunError(
         f"{wanted} is in both runs" if len(runs) > 1 else f"the run has {wanted}",
         got=listed,
-        remedy="Measure both at the same temperature (text.temperatures, or --temperature).",
+        remedy="Measure both on one kind: sampled text at one temperature (text.temperatures, or "
+        "--temperature).",
     )
 
 
@@ -463,6 +467,8 @@ def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
     keys = flat[0].keys() | flat[1].keys() if len(made) == 1 else flat[0].keys() & flat[1].keys()
     for key in sorted(keys):
         values = [f.get(key, "not set") for f in flat]
+        if len(made) > 1 and None in values:  # left to the target by the one, resolved by the other
+            continue
         if values[0] != values[1] and not key.startswith(skip):
             yield f"{key}: {_brief(values[0])} (A), {_brief(values[1])} (B)"
 

@@ -72,7 +72,7 @@ def _series(found: Explained, keys: Iterable[tuple[str, str]]) -> pd.DataFrame:
     frame = pd.concat(frames, ignore_index=True)
     frame = frame[frame["prompts"] > 0].reset_index(drop=True)
     units = "seeds and prompts" if len(found.seeds) > 1 else "prompts"
-    frame["interval"] = f"95% percentile bootstrap over {units}, {found.resamples} draws"
+    frame["interval"] = f"95% bootstrap over {units}, {found.resamples} draws, percentile"
     frame["text"] = found.text
     frame["mode"] = "forced"
     frame["left_out"] = found.left_out

@@ -118,9 +118,8 @@ def _series(
     return _based(pd.concat(frames, ignore_index=True), piece)
 
 
-def _based(frame: pd.DataFrame, piece: Slice) -> pd.DataFrame:
-    units = "seeds and prompts" if len(piece.seeds) > 1 else "prompts"
-    frame["interval"] = f"95% percentile bootstrap over {units}, {piece.resamples} draws"
+def _based(frame: pd.DataFrame, piece: Slice, method: str = "percentile") -> pd.DataFrame:
+    frame["interval"] = f"95% bootstrap over {piece.drawn}, {piece.resamples} draws, {method}"
     frame["text"] = str(piece.kind)
     frame["mode"] = piece.mode or ""
     frame["left_out"] = piece.left_out
@@ -223,7 +222,7 @@ def table_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
                     }
                 )
     piece = _drift(tables, kind)
-    frame = _based(pd.DataFrame(rows), piece)
+    frame = _based(pd.DataFrame(rows), piece, piece.method)
     free = frame["measure"].str.startswith("accept")
     frame.loc[free, "mode"] = "free"
     frame.loc[frame["measure"].str.startswith("forced"), "mode"] = "forced"

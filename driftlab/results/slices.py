@@ -274,6 +274,11 @@ class Slice:
         """What the intervals draw."""
         return "seeds and prompts" if len(self.seeds) > 1 else "prompts"
 
+    @property
+    def method(self) -> str:
+        """How the intervals of :func:`driftlab.results.stats.estimate` are made."""
+        return "percentile" if len(self.seeds) > 1 else "BCa (percentile where that has none)"
+
     def cube(self, column: str) -> np.ndarray:
         """``column`` as [group, seed, prompt, index], NaN where there is no row.
 
