@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from driftlab.errors import ResourceError
 from driftlab.results import answers as answers_room
 from driftlab.results import figures
-from driftlab.results.answers import effects, registered_answers, summary
+from driftlab.results.answers import basis, effects, registered_answers, summary
 from driftlab.results.drawing import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.report import Answer, answers, summary_table, write_report
@@ -216,6 +216,12 @@ def test_effects_say_which_seeds_they_are_of(tables: Tables) -> None:
         assert shown and all(said in a.sentence for a in shown)
         assert len(shown) == len(per_layer) or "seeds" in said
         assert not any("one prompt" in a.sentence for a in found)
+    some = replace(tables, cells=tables.cells[~((fusion == "per_layer") & (seed == 1))], cache={})
+    assert "x 1 to 2 seeds; " in basis(some)
+    assert basis(some).endswith("where there are several, percentile, and BCa for one seed")
+    split = replace(tables, cells=tables.cells[(fusion == "per_layer") != (seed == 1)], cache={})
+    assert "x 1 seed; " in basis(split)
+    assert basis(split).endswith("over prompts, BCa (percentile where that has none)")
 
 
 def test_what_so_few_prompts_cannot_show_is_not_called_no_evidence(tables: Tables) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -260,7 +261,11 @@ class Slice:
     @property
     def over(self) -> str:
         """The texts that they come from, and what was left out of these."""
-        said = [f"{self.kind}, {count(len(self.prompts), len(self.seeds))}"]
+        fewest, most = self._seeds_of_a_group
+        size = count(len(self.prompts), most)
+        if fewest < most:
+            size = size.replace(f" x {most}", f" x {fewest} to {most}")
+        said = [f"{self.kind}, {size}"]
         if self.left_out:
             said.append(f"{_texts(self.left_out, 'looping')} left out")
         if self.all_loop:
@@ -272,12 +277,25 @@ class Slice:
     @property
     def drawn(self) -> str:
         """What the intervals draw."""
-        return "seeds and prompts" if len(self.seeds) > 1 else "prompts"
+        fewest, most = self._seeds_of_a_group
+        if fewest < most and fewest == 1:
+            return "prompts, and seeds where there are several"
+        return "seeds and prompts" if most > 1 else "prompts"
 
     @property
     def method(self) -> str:
         """How the intervals of :func:`driftlab.results.stats.estimate` are made."""
-        return "percentile" if len(self.seeds) > 1 else "BCa (percentile where that has none)"
+        fewest, most = self._seeds_of_a_group
+        if fewest < most and fewest == 1:
+            return "percentile, and BCa for one seed"
+        return "percentile" if most > 1 else "BCa (percentile where that has none)"
+
+    @cached_property
+    def _seeds_of_a_group(self) -> tuple[int, int]:
+        """Fewest and most seeds that a group has."""
+        pairs = {*zip(self.positions[0].tolist(), self.positions[1].tolist(), strict=True)}
+        each = Counter(group for group, _ in pairs).values()
+        return min(each), max(each)
 
     def cube(self, column: str) -> np.ndarray:
         """``column`` as [group, seed, prompt, index], NaN where there is no row.
