@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -11,12 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import synthetic_run
@@ -396,6 +399,28 @@ def _write_some(run: RunDirectory, names: list[str]) -> int:
     for i, name in enumerate(names):
         run.write(CELL, name, {"steps": columns(i)})
     return len(names)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.drop_columns(["condition"]), "lacking: condition"),
+        (lambda t: t.append_column("x", pa.array([1] * len(t))), "unknown .*: x"),
+        (lambda t: t.set_column(0, "cell", pa.array([1] * len(t))), "another type: cell"),
+    ],
+)
+def test_a_table_of_other_columns_is_refused(
+    tmp_path: Path, change: Callable[[pa.Table], pa.Table], said: str
+) -> None:
+    """Also where the manifest notes its checksum, as another writer's would."""
+    run = synthetic_run.make_run(tmp_path / "r", seeds=(0,), prompts=synthetic_run.prompt_names(2))
+    path = run.path / "cells.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    manifest["tables"]["cells"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (run.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match=rf"has not the columns of cells .*{said}"):
+        RunDirectory.open(run.path).table("cells")
 
 
 def test_a_run_that_was_moved_leaves_nothing_in_its_old_place(

@@ -216,6 +216,9 @@ def test_effects_say_which_seeds_they_are_of(tables: Tables) -> None:
         assert shown and all(said in a.sentence for a in shown)
         assert len(shown) == len(per_layer) or "seeds" in said
         assert not any("one prompt" in a.sentence for a in found)
+    deep = {"drafter": {"num_layers": 2}}
+    two = replace(tables, manifest={**tables.manifest, "config": deep}, cache={})
+    assert basis(two).endswith("; attention is that of the first of 2 layers")
     some = replace(tables, cells=tables.cells[~((fusion == "per_layer") & (seed == 1))], cache={})
     assert "x 1 to 2 seeds; " in basis(some)
     assert basis(some).endswith("where there are several, percentile, and BCa for one seed")

@@ -580,7 +580,12 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     """What the headline numbers are taken over, and what their intervals draw, in words."""
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    return f"{piece.over}; brackets hold 95% bootstrap intervals over {piece.drawn}, {piece.method}"
+    config = tables.manifest.get("config")
+    drafter = (config.get("drafter") if isinstance(config, Mapping) else None) or {}
+    layers = drafter.get("num_layers") or 1
+    first = f"; attention is that of the first of {layers} layers" if layers > 1 else ""
+    brackets = f"brackets hold 95% bootstrap intervals over {piece.drawn}, {piece.method}"
+    return f"{piece.over}; {brackets}{first}"
 
 
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:

@@ -70,6 +70,7 @@ class _Measure(_Part):
 
 class _Drafter(_Part):
     windows: list[int | None] | None = None
+    num_layers: int | None = None
 
 
 class _Config(_Part):

@@ -411,7 +411,8 @@ class RunDirectory:
                 f"table {name} has no column {', '.join(unknown)}",
                 remedy=f"Columns: {', '.join(SCHEMAS[name].names)}.",
             )
-        noted = (self.manifest.get("tables") or {}).get(name)
+        manifest = self.manifest
+        noted = (manifest.get("tables") or {}).get(name)
         try:
             if noted is not None and noted["sha256"] != file_hash(path):
                 raise RunError(
@@ -420,6 +421,10 @@ class RunDirectory:
                     remedy="Run the same command again: the tables are rebuilt from finished "
                     "pieces.",
                 )
+            if (
+                "reduced" not in manifest
+            ):  # a published run holds what its pages need, in fewer bits
+                _check_columns(path, name)
             table = pq.read_table(
                 path, columns=list(columns) if columns is not None else None, filters=filters
             )
@@ -505,6 +510,22 @@ def _writable(path: Path) -> Iterator[None]:
         raise RunError(
             f"{path} cannot be made", got=error.strerror, remedy="Choose a folder you may write to."
         ) from None
+
+
+def _check_columns(path: Path, name: str) -> None:
+    """Raise RunError for other columns, or columns of another type, than the table has."""
+    held, wanted = pq.read_schema(path), SCHEMAS[name]
+    lacks = sorted(set(wanted.names) - set(held.names))
+    odd = [
+        c for c in held.names if c not in wanted.names or held.field(c).type != wanted.field(c).type
+    ]
+    if lacks or odd:
+        found = {"lacking": lacks, "unknown or of another type": odd}
+        raise RunError(
+            f"{path} has not the columns of {name}",
+            got="; ".join(f"{what}: {', '.join(found[what])}" for what in found if found[what]),
+            remedy="Run the same command again: the tables are rebuilt from finished pieces.",
+        )
 
 
 def refuse_foreign(path: Path) -> None:
