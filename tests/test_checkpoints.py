@@ -535,6 +535,17 @@ def test_norm_before_residual_means_what_its_trainer_does(read: Read, dialect: s
     assert told is (dialect not in {"speculators", "vllm"})
 
 
+def test_a_flag_that_a_trainer_does_not_know_is_no_file_of_its(read: Read) -> None:
+    """No version of TorchSpec, its keys and embeddings: a guess that the flag speaks against."""
+    config, tensors = spell("torchspec-gqa")
+    config = {k: v for k, v in config.items() if k != "_torchspec_version"}
+    guessed = read(config, tensors)
+    assert guessed.provenance["dialect"].value == "torchspec-gqa"
+    stated = read(config | {"norm_before_residual": True}, tensors)
+    assert stated.provenance["dialect"].value == "vllm"
+    assert stated.config.residual is Residual.normed
+
+
 def test_contradictory_switches(read: Read) -> None:
     config, tensors = plain(norm_output=True, eagle_config={"norm_output": False}, rope_theta=1e4)
     assert read(config, tensors).config.feedback is Feedback.post_norm

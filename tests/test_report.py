@@ -255,6 +255,18 @@ def test_what_so_few_prompts_cannot_show_is_not_called_no_evidence(tables: Table
         assert "6 prompts cannot give a p below 0.094 among 3 comparisons" in sentence
 
 
+def test_what_a_condition_leaves_is_told_for_each_training_length(tables: Tables) -> None:
+    cells = tables.cells.astype({"cell": str, "axis": str, "condition": str})
+    cells = cells.assign(ttt=np.where(cells["seed"] == 1, 8, 2), seed=0)
+    cells = cells[cells["variant"] == "none+pre_norm"]
+    pinned = cells.assign(cell=cells["cell"] + "/pin", axis="applied", condition="pin")
+    depths = tables.depths.astype({"cell": str})
+    both = [depths, depths.assign(cell=depths["cell"] + "/pin")]
+    changed = replace(tables, cells=pd.concat([cells, pinned]), depths=pd.concat(both), cache={})
+    (told,) = [a.sentence for a in answers(changed) if a.question.startswith("What does pin leave")]
+    assert "none+pre_norm, TTT 2 1.00" in told and "none+pre_norm, TTT 8 1.00" in told
+
+
 def test_applied_cells_take_no_part_in_the_2x2(tables: Tables) -> None:
     cells = tables.cells.copy()
     cells["axis"] = np.where(cells["seed"] == 1, "applied", "trained")

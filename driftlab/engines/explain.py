@@ -382,7 +382,7 @@ def explain_run(
             raise RunError(
                 f"{len(failed)} of {len(jobs)} cells could not be explained",
                 got=f"{cell}: {fault.cause}",
-                remedy="What is finished is kept: the same command goes on from there.",
+                remedy="Mend the cause: what is finished is kept, and the same command goes on.",
             )
         folder.finish(done, prompts)
     return Explained.of(run)

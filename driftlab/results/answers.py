@@ -12,7 +12,7 @@ import numpy as np
 
 from driftlab.errors import RunError
 from driftlab.results.hints import all_loop
-from driftlab.results.quantities import own_share
+from driftlab.results.quantities import own_share, unchanged
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.registered import changed_since, registered
 from driftlab.results.slices import Group, Mode, Slice, Stratum, TextKind, modes, take, windowed
@@ -349,7 +349,7 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         shares = {
             g.label: estimate(own_share(piece, g), resamples=piece.resamples) for g in members
         }
-        left = {g.variant: shares[g.label] for g in members}
+        left = {unchanged(piece, g).label: shares[g.label] for g in members}
         said = "; ".join(
             f"{name} {e.note if math.isnan(e.value) else e.short}" for name, e in left.items()
         )

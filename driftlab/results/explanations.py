@@ -121,7 +121,9 @@ class ExplainedFolder:
             raise RunError(
                 f"{self.run} was not explained", remedy=f"Run `driftlab explain {self.run}`."
             )
-        return read_manifest(self.path / "manifest.json")
+        return read_manifest(
+            self.path / "manifest.json", f"Delete {self.path}: it is explained anew."
+        )
 
     @cached_property
     def _owner(self) -> str:
@@ -152,6 +154,8 @@ class ExplainedFolder:
 
         Raises RunError when it holds rows of other settings, or another process owns it.
         """
+        if self.path.is_file():
+            raise RunError(f"{self.path} is a file", remedy="Remove it: a folder belongs there.")
         self.path.mkdir(parents=True, exist_ok=True)
         lock = _Lock(self.path / "lock")
         try:

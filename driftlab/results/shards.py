@@ -78,6 +78,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
                 got=error.strerror,
                 remedy="Free some space and run the same command again: finished work is kept.",
             ) from error
+        if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            raise RunError(
+                f"{path.parent} cannot be a folder",
+                got=f"{error.filename or path.parent} is a file",
+                remedy="Remove that file, or give another folder.",
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise RunError(
                 f"{path} cannot be written",

@@ -198,7 +198,8 @@ def recognise(config: Mapping[str, Any], names: Iterable[str]) -> Sourced:
             return _derived(dialect, "eagle_config.next_layer_regular, no embeddings")
         if midlayer:
             return _specforge_or_torchspec(config, names, embedded)
-        if embedded:
+        # A trainer that does not know the flag does not write it.
+        if embedded and config.get("norm_before_residual") is None:
             return _assumed(Dialect.torchspec_gqa, "keys layers.0.*, embeddings there")
         return _assumed(Dialect.vllm, f"architecture {arch}, no trainer's sign")
     if midlayer:
