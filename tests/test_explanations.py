@@ -177,7 +177,7 @@ def test_the_basis_says_what_was_left_out(agreed: Explained) -> None:
 
 def test_agreement_is_said_and_not_embellished(agreed: Explained) -> None:
     (sentence,) = said(agreed, "mass and causal effect")
-    assert "no disagreements" in sentence
+    assert "no disagreement is left after correction." in sentence
     # Three pairs at depth 1 and six at 4, three and four harms, three pairs of layers; two groups.
     assert sentence.startswith("38 comparisons")
 
@@ -258,8 +258,18 @@ def test_debts_and_gaps(agreed: Explained) -> None:
 def test_one_drafter_one_prompt() -> None:
     found = made(seeds=(0,), prompts=PROMPTS[:1])
     sentences = [a.sentence for a in answers(found)]
-    assert any("no disagreements" in s for s in sentences)
+    assert any("1 prompt cannot show a disagreement among so many" in s for s in sentences)
     assert all("nan" not in s for s in sentences)
+
+
+def test_few_prompts_are_no_evidence_of_agreement() -> None:
+    """Three cannot give a p below .25; a large mass with a small effect is a bound all the same."""
+    found = made({("effect", "sink"): 0.001}, seeds=(0,), prompts=PROMPTS[:3])
+    told = said(found, "mass and causal effect")
+    assert "3 prompts cannot show a disagreement among so many; large masses of" in told[-1]
+    assert told[-1].endswith(f"({len(told) - 1}) are bounds and no tests.")
+    assert len(told) > 1 and all("no more than 0.0" in sentence for sentence in told[:-1])
+    assert all("too few prompts to say which" in s for s in said(found, "layer of a stack"))
 
 
 def test_nothing_explained_is_an_error() -> None:

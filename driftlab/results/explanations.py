@@ -42,7 +42,7 @@ from driftlab.results.shards import (
     write_shard,
 )
 from driftlab.results.slices import Group, groups, resamples
-from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm
+from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm, too_few
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -382,14 +382,21 @@ def _disagreements(found: Explained) -> list[Answer]:
         Answer(question, *c.tell(), found.basis, {"disagreement": p})
         for c, p in sorted(shown.values(), key=lambda pair: -pair[0].size)
     ]
-    out += _idle(found, question)
-    told = len(out)
-    rest = (
-        f"{len(candidates)} comparisons of mass with effect and of size with worth were made; "
-        f"{told or 'no'} disagreement{'s' * (told != 1)} of different kinds, drafters and depths "
-        f"{'are' if told != 1 else 'is'} told here, the strongest of each, after correction."
-    )
-    return [*out, Answer(question, rest, {}, found.basis)]
+    told, bounds = len(out), _idle(found, question)
+    rest = f"{len(candidates)} comparisons of mass with effect and of size with worth were made; "
+    if told:
+        rest += (
+            f"{told} disagreement{'s' * (told > 1)} of different kinds, drafters and depths "
+            f"{'are' if told > 1 else 'is'} told here, the strongest of each, after correction"
+        )
+    elif too_few(len(found.prompts), len(adjusted)):
+        n = len(found.prompts)
+        rest += f"{n} prompt{'s' * (n != 1)} cannot show a disagreement among so many"
+    else:
+        rest += "no disagreement is left after correction"
+    if bounds:
+        rest += f"; large masses of next to no effect ({len(bounds)}) are bounds and no tests"
+    return [*out, *bounds, Answer(question, f"{rest}.", {}, found.basis)]
 
 
 def _p_only(p: float) -> Estimate:
@@ -508,12 +515,14 @@ def _stacked(found: Explained) -> list[Answer]:
             int(np.sign(e.value)) if e.differs and p[w] < ALPHA else 0
             for w, e in (("", state), ("write_", written))
         )
+        few = any(too_few(e.n, len(adjusted)) for e in (state, written))
+        verdict = "too few prompts to say which" if few else _VERDICTS[sides]
         sentence = (
             f"{group.label}, depth {depth}: the state has cosine {told['same_token'].short} with "
             f"the depth-1 state of the same token and {told['previous'].short} with its own a "
             f"depth before (difference {state.short}; unrelated states: {told['other'].short}); "
             f"what the layer writes has {told['write_same_token'].short} and "
-            f"{told['write_previous'].short} (difference {written.short}): {_VERDICTS[sides]}. "
+            f"{told['write_previous'].short} (difference {written.short}): {verdict}. "
             f"What it receives already names the drafted token in {lens.short} of cases; its "
             f"effective rank goes from {ranks[0].short} to {ranks[1].short}; its geometry follows "
             f"the target's states of the token more than of the anchor by {token.short}."
