@@ -139,7 +139,11 @@ def train(
     }
     spec = build_experiment(raw, tuple(settings or ()), where="driftlab train")
     chosen = {"seeds": [seed], "axes.fusion_norm": [fusion_norm], "axes.feedback": [feedback]}
-    made = (list(spec.seeds), list(spec.axes.fusion_norm), list(spec.axes.feedback))
+    made = (
+        list(spec.seeds),
+        [str(norm) for norm in spec.axes.fusion_norm],
+        [str(state) for state in spec.axes.feedback],
+    )
     for (setting, asked), value in zip(chosen.items(), made, strict=True):
         if value != asked:
             raise ConfigError(

@@ -354,7 +354,7 @@ class MeasureSpec(Frozen):
     sink: Literal["first", "auto"] | tuple[int, ...] = "first"
     recent: Count = 8
     max_anchors: Count | None = None
-    bootstrap: Count = 2000
+    bootstrap: Annotated[int, Field(gt=0, le=1_000_000)] = 2000
     agreement: bool = False  # also compare with the target's own attention, layer by layer
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from driftlab.data.text import Text
 from driftlab.engines import cell
 from driftlab.errors import (
     AssumptionError,
+    CheckpointError,
     ConfigError,
     ContractError,
     DataError,
@@ -37,6 +38,7 @@ from driftlab.errors import (
 from driftlab.experiment import plan, run_experiment, texts
 from driftlab.experiment.plan import cell_name, variants
 from driftlab.models.checkpoints import load_drafter, save_drafter
+from driftlab.models.frozen import Frozen
 from driftlab.results import merge as merge_room
 from driftlab.results.records import RunDirectory
 from driftlab.results.schema import SCHEMAS
@@ -182,6 +184,36 @@ def test_what_a_killed_run_left_in_the_cache_goes_away(tmp_path: Path) -> None:
     run(tmp_path / "run", cache=cache)
     assert not list(cache.rglob("*.tmp"))
     assert small.contents(tmp_path / "run") == small.contents(done())
+
+
+def test_pieces_of_the_cache_in_another_s_place_are_made_anew(tmp_path: Path) -> None:
+    """Texts of other prompts, another target's weights and frozen parts, and a pipe."""
+    cache = tmp_path / "cache"
+    shutil.copytree(done().parent / "cache", cache)
+    one, other = sorted((cache / "texts").glob("*/*.texts"))[:2]
+    one.write_bytes(other.read_bytes())
+    for folder in ("targets", "frozen"):
+        (held,) = (p for p in (cache / folder).iterdir() if p.is_file())
+        moved = held.with_name(f"{'0' * 8}{held.name[8:]}")
+        held.rename(moved)
+        shutil.copy(moved, held)
+        assert held.read_bytes() == moved.read_bytes()
+    pipe = sorted((cache / "texts").glob("*/*.texts"))[-1]
+    pipe.unlink()
+    os.mkfifo(pipe)
+    shutil.rmtree(cache / "states")
+    run(tmp_path / "run", cache=cache)
+    assert pipe.is_file()
+    assert small.contents(tmp_path / "run") == small.contents(done())
+
+
+def test_frozen_parts_of_another_target_are_not_read(tmp_path: Path) -> None:
+    (held,) = (done().parent / "cache" / "frozen").glob("*.safetensors")
+    assert Frozen(held).embedding_weight.shape[0] > 1
+    other = tmp_path / f"0{held.name[1:]}"
+    shutil.copy(held, other)
+    with pytest.raises(CheckpointError, match="another target's"):
+        Frozen(other)
 
 
 def exchange(out: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from driftlab.analysis.recorder import Columns
 from driftlab.data.features import Batch
 from driftlab.data.text import Text
 from driftlab.errors import DataError
+from driftlab.files import refuse_irregular
 from driftlab.models.attention import Pattern
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment, attach, capture
@@ -46,14 +48,23 @@ class Rows:
         Keys beyond the layer's window are -1.
         """
         path = self.folder / _name(index)
+        refuse_irregular(path, DataError)
         try:
             held = load_file(path)
+            with safe_open(path, framework="pt") as file:
+                place = (file.metadata() or {}).get("place")
         except Exception as error:  # safetensors raises its own and the system's errors
             raise DataError(
                 f"attention rows in {path} cannot be read",
                 got=error,
                 remedy="Delete the file and run the same command again.",
             ) from None
+        if place != _place(path):
+            raise DataError(
+                f"attention rows in {path} are those of another text",
+                got=place,
+                remedy="Delete the file and run the same command again.",
+            )
         return held["positions"], held["rows"].float()
 
 
@@ -93,9 +104,15 @@ def store_rows(
         tokens = torch.tensor([texts[i].tokens])
         target.attention(tokens, torch.tensor([tokens.shape[1]]), keep, layers=layers)
         rows = torch.stack([kept[layer] for layer in layers]).half()
-        with atomic_file(folder / _name(i)) as file:
-            file.write(save({"positions": at.clone(), "rows": rows}))
+        path = folder / _name(i)
+        with atomic_file(path) as file:
+            held = {"positions": at.clone(), "rows": rows}
+            file.write(save(held, metadata={"place": _place(path)}))
     return found
+
+
+def _place(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _name(index: int) -> str:

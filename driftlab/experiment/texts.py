@@ -73,7 +73,7 @@ def _micro_target(cache: Path, label: str) -> Target:
         data = save({n: t.contiguous() for n, t in model.state_dict().items()})
         remove_dead(path.parent, path.name)
         with atomic_file(path) as file:
-            file.write(sha256(data).digest() + data)
+            file.write(sha256(path.name.encode() + data).digest() + data)
     return Target.from_model(model, name=MICRO, eos_ids=[grammar.VOCABULARY.index(grammar.EOS)])
 
 
@@ -90,10 +90,10 @@ def _micro_key(words: int) -> str:
 
 def _read_micro(path: Path, words: int) -> torch.nn.Module | None:
     """The stored embedded target; None when it is absent or damaged, so that it is made anew."""
-    if not path.exists():
+    if not path.is_file():
         return None
     data = path.read_bytes()
-    if sha256(data[32:]).digest() != data[:32]:
+    if sha256(path.name.encode() + data[32:]).digest() != data[:32]:
         return None
     model = tiny_llama(vocab_size=words)
     model.load_state_dict(load(data[32:]))

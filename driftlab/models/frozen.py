@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from driftlab.errors import CheckpointError, ContractError
+from driftlab.files import refuse_irregular
 from driftlab.models.target import Target
 from driftlab.results.shards import atomic_file, remove_dead
 
@@ -56,6 +57,7 @@ class Frozen:
     """
 
     def __init__(self, path: Path) -> None:
+        refuse_irregular(path, CheckpointError)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -64,8 +66,8 @@ class Frozen:
                 self.softcap: float | None = float(meta["softcap"]) or None
         except Exception as error:  # safetensors raises its own and the system's errors
             raise _unreadable(path, error) from None
-        if meta.get("sha256") != _digest(tensors, meta):
-            raise _unreadable(path, "its checksum does not agree")
+        if meta.get("sha256") != _digest(tensors, {**meta, "name": path.name}):
+            raise _unreadable(path, "its checksum does not agree, or it is another target's")
         self.embedding_weight: Tensor = tensors["embedding"]
         self.head_weight: Tensor = tensors.get("head", tensors["embedding"])
         self.final_norm_weight: Tensor | None = tensors.get("final_norm")
@@ -76,7 +78,9 @@ class Frozen:
 
 
 def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
-    digest = sha256(json.dumps([facts.get("scale"), facts.get("softcap")]).encode())
+    """Checksum of the parts, their settings and the file's name, which is the target's."""
+    named = [facts.get(fact) for fact in ("scale", "softcap", "name")]
+    digest = sha256(json.dumps(named).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -124,6 +128,7 @@ def freeze(target: Target, path: Path) -> None:
     if target.final_norm_weight is not None:
         tensors["final_norm"] = target.final_norm_weight.detach().cpu().contiguous()
     facts = {"softcap": str(target.softcap or 0.0), "scale": str(target.logit_scale)}
+    digest = _digest(tensors, {**facts, "name": path.name})
     remove_dead(path.parent, path.name)
     with atomic_file(path) as file:
-        file.write(save(tensors, metadata={**facts, "sha256": _digest(tensors, facts)}))
+        file.write(save(tensors, metadata={**facts, "sha256": digest}))

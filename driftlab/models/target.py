@@ -200,7 +200,7 @@ class Target(Anatomy):
             raise ContractError(
                 f"a target of {n} layers has no three default boundaries (2, n//2, n-3)",
                 got=ids,
-                remedy=f"State the boundaries yourself, ascending ids in 0..{n}.",
+                remedy=f"State the boundaries yourself (target.boundaries): ascending, in 0..{n}.",
             )
         return ids
 
