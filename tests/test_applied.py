@@ -191,6 +191,7 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("seeds=[0, 7]",), RunError, "lacks drafters .*seed 7"),
         (("train.steps=1",), ConfigError, r"train\.steps changes nothing: .*got 1, they"),
         (("drafter.num_heads=1",), ConfigError, r"drafter\.num_heads changes nothing"),
+        (("axes.ttt=[1]",), ConfigError, r"axes\.ttt names what .* were not trained with .got 1"),
         (('applied.variants=["concat+pre_norm"]',), RunError, r"lacks drafters .*concat\+pre_norm"),
         (("target.boundaries=[0, 1, 1]",), RunError, "other boundaries"),
         (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.analysis.interventions import first_idle, from_settings
-from driftlab.config import Condition, DrafterConfig, Experiment
+from driftlab.config import Condition, DrafterConfig, Experiment, build_experiment
 from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
@@ -146,6 +146,14 @@ def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
                     got=f"{value}, they were made with {there[name]}",
                     remedy="Leave it as it is there, or train drafters of your own.",
                 )
+    trained = build_experiment(dict(made), where=str(run.path)).levels() if "axes" in made else {}
+    for axis, values in experiment.levels().items():
+        if other := [v for v in values if v not in trained.get(axis, values)]:
+            raise ConfigError(
+                f"axes.{axis} names what the drafters of {run.path} were not trained with",
+                got=", ".join(map(str, other)),
+                remedy="Leave it away: applied.variants chooses among the drafters that are there.",
+            )
 
 
 def unchanged_jobs(

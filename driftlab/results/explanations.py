@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -265,10 +266,11 @@ class Explained:
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
         left = f"; {self.left_out} looping texts left out" if self.left_out else ""
-        one = "; one seed: training noise not counted" if len(self.seeds) == 1 else ""
+        each = Counter(group for group, _ in self._place.values()).values()
+        one = "; one seed: training noise not counted" if max(each) == 1 else ""
         anchors = int(self.table.loc[self.table["measure"] == "mass", "n"].max())
         return (
-            f"forced chains on {self.text}, {count(len(self.prompts), len(self.seeds))}, "
+            f"forced chains on {self.text}, {count(len(self.prompts), max(each))}, "
             f"up to {anchors} anchors a text{left}{one}"
         )
 
