@@ -549,7 +549,8 @@ def read_experiment(
     """Read an experiment file; ``overrides`` are ``dotted.key=toml-value`` strings.
 
     A file may name a ``base``, a path from its own folder, and ``base`` here takes the place of
-    it: a file, or a name (``targets/NAME.toml`` beside the experiment, or the packaged suite).
+    it. Either may be a name, too (``targets/NAME.toml`` beside the experiment, or the packaged
+    suite).
     A base is laid under the file (see ``BASE``), and the experiment is then called
     ``EXPERIMENT-BASE``, unless both have one name.
 
@@ -564,7 +565,7 @@ def read_experiment(
     if base is None and own is not None:
         if not isinstance(own, str):
             raise ConfigError("base is not a path", got=own, remedy="Name a .toml file.")
-        base = path.parent / own
+        base = path.parent / own if own.endswith(".toml") else _find_base(own, path.parent)
     elif base is not None:
         base = _find_base(str(base), path.parent)
     if base is not None:

@@ -90,6 +90,10 @@ def test_an_experiment_lies_over_its_base(tmp_path: Path) -> None:
         read_experiment(path, base="nobody")
     path.write_text('name = "tiny"\nbase = "targets/tiny.toml"\n')
     assert read_experiment(path).name == "tiny"
+    path.write_text('name = "x"\nbase = "tiny"\n[measure]\ndepth = 9\n')
+    assert read_experiment(path, ("measure.recent=2",)) == spec, "a name in the file, too"
+    path.write_text('name = "x"\nbase = "micro"\n')
+    assert read_experiment(path).target.source == "micro"
     path.write_text('name = "x"\nbase = "gone.toml"\n')
     with pytest.raises(ConfigError, match=r"gone.toml does not exist"):
         read_experiment(path)

@@ -439,6 +439,7 @@ def test_power_is_put_in_words() -> None:
     assert power_note(Estimate(1, 1, 1, 6, smallest=0.1), 3) == (
         "6 prompts cannot give a p below 0.094 among 3 comparisons"
     )
+    assert "a p below 1 among 12" in power_note(Estimate(1, 1, 1, 4, smallest=0.1), 12)
     assert power_note(not_available("nothing to average")) == (
         "no prompt and seed was measured in all cells compared"
     )

@@ -555,7 +555,8 @@ def power_note(effect: Estimate, family: int = 1) -> str:
         return "one prompt: no test"
     if too_few(effect.n, family):
         among = f" among {family} comparisons" if family > 1 else ""
-        return f"{effect.n} prompts cannot give a p below {p_floor(effect.n) * family:.2g}{among}"
+        least = min(1.0, p_floor(effect.n) * family)
+        return f"{effect.n} prompts cannot give a p below {least:.2g}{among}"
     if math.isnan(effect.smallest):
         return "the smallest effect that could be seen is unknown"
     ratio = effect.unit == "x"
