@@ -17,9 +17,10 @@ import pytest
 import small
 
 from driftlab.analysis.interventions import noise
-from driftlab.config import Analysis, Experiment
+from driftlab.config import Analysis, Axes, Experiment
 from driftlab.engines import cell
 from driftlab.errors import ConfigError, RunError
+from driftlab.experiment import applied as applied_room
 from driftlab.experiment import plan, run_experiment
 from driftlab.papers import committed
 from driftlab.results.compare import compare, one_side
@@ -282,6 +283,14 @@ def test_registered_comparisons_come_first() -> None:
     assert first.effect.value == pytest.approx(first.after.value - first.before.value)
     assert not second.primary and second.effect.n == 3
     assert run.manifest["registered"]["rows"] is False
+
+
+def test_axes_that_nobody_named_are_not_asked_of_trained_drafters() -> None:
+    """The default 2x2 is more than some runs trained."""
+    held = RunDirectory.open(small.home() / "done")
+    unnamed = small.spec().model_copy(update={"axes": Axes()})
+    assert not set(unnamed.levels()["fusion_norm"]) <= set(small.spec().levels()["fusion_norm"])
+    applied_room._refuse_idle(unnamed, held)
 
 
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.analysis.interventions import first_idle, from_settings
-from driftlab.config import Condition, DrafterConfig, Experiment, build_experiment
+from driftlab.config import Axes, Condition, DrafterConfig, Experiment, build_experiment
 from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
@@ -148,6 +148,8 @@ def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
                 )
     trained = build_experiment(dict(made), where=str(run.path)).levels() if "axes" in made else {}
     for axis, values in experiment.levels().items():
+        if getattr(experiment.axes, axis) == Axes.model_fields[axis].default:
+            continue  # not named
         if other := [v for v in values if v not in trained.get(axis, values)]:
             raise ConfigError(
                 f"axes.{axis} names what the drafters of {run.path} were not trained with",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.results.answers import Answer, answers, basis, effects, load, summary, summary_table
+from driftlab.results.drawing import PAGE
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
@@ -38,6 +39,7 @@ p { margin: .4rem 0; }
 small, figcaption, .basis { font-size: .82rem; color: #444; }
 figure { margin: 1rem 0; break-inside: avoid; }
 img { max-width: 100%; height: auto; }
+img.column { width: 48%; min-width: min(100%, 20rem); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .82rem; margin: .5rem 0;
   font-variant-numeric: tabular-nums; }
@@ -222,8 +224,9 @@ def _figures(tables: Tables, images: Mapping[str, Mapping[str, Path]]) -> str:
             png = buffer.getvalue()
         image = base64.b64encode(png).decode()
         caption = _text(spec.caption(frame))
+        size = ' class="column"' if spec.width < PAGE else ""
         out.append(
-            f'<figure><img alt="{_text(spec.title)}" src="data:image/png;base64,{image}">'
+            f'<figure><img{size} alt="{_text(spec.title)}" src="data:image/png;base64,{image}">'
             f"<figcaption>{caption} <code>{_text(name)}</code></figcaption></figure>"
         )
     return "".join(out)
