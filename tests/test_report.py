@@ -221,6 +221,8 @@ def test_effects_say_which_seeds_they_are_of(tables: Tables) -> None:
     assert basis(two).endswith("; attention is that of the first of 2 layers")
     some = replace(tables, cells=tables.cells[~((fusion == "per_layer") & (seed == 1))], cache={})
     assert "x 1 to 2 seeds; " in basis(some)
+    sink = figures.FIGURES["sink_by_depth"]
+    assert "prompts x 1 to 2 seeds; " in sink.caption(sink.data(some, None))
     assert basis(some).endswith("where there are several, percentile, and BCa for one seed")
     split = replace(tables, cells=tables.cells[(fusion == "per_layer") != (seed == 1)], cache={})
     assert "x 1 seed; " in basis(split)

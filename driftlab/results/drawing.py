@@ -18,6 +18,7 @@ from driftlab.results.answers import load
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file
 from driftlab.results.slices import TextKind
+from driftlab.results.stats import count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,9 +221,11 @@ class FigureSpec:
         basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
         left_out = int(frame["left_out"].max())
         loops = f"; {left_out} looping text{'s' * (left_out != 1)} left out" if left_out else ""
+        seeds = frame.groupby("variant")["seeds"].max()
+        size = count(int(frame["prompts"].max()), int(seeds.max()), int(seeds.min()))
         return (
-            f"{self.title}. {self.explains} {basis}, {int(frame['prompts'].max())} prompts x "
-            f"{int(frame['seeds'].max())} seeds{loops}. Interval: {frame['interval'].iloc[0]}."
+            f"{self.title}. {self.explains} {basis}, {size}{loops}. "
+            f"Interval: {frame['interval'].iloc[0]}."
         )
 
 

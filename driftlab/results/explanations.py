@@ -270,7 +270,7 @@ class Explained:
         one = "; one seed: training noise not counted" if max(each) == 1 else ""
         anchors = int(self.table.loc[self.table["measure"] == "mass", "n"].max())
         return (
-            f"forced chains on {self.text}, {count(len(self.prompts), max(each))}, "
+            f"forced chains on {self.text}, {count(len(self.prompts), max(each), min(each))}, "
             f"up to {anchors} anchors a text{left}{one}"
         )
 

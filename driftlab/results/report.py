@@ -15,12 +15,21 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from driftlab.results.answers import Answer, answers, basis, effects, load, summary, summary_table
+from driftlab.results.answers import (
+    Answer,
+    answers,
+    basis,
+    effects,
+    load,
+    preferred,
+    summary,
+    summary_table,
+)
 from driftlab.results.drawing import PAGE
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
-from driftlab.results.slices import TextKind, text_kinds
+from driftlab.results.slices import TextKind, take, text_kinds, texts_of
 from driftlab.results.stats import Estimate
 
 __all__ = ["Answer", "answers", "summary_table", "write_report"]
@@ -159,8 +168,13 @@ def _seeds(effect: Estimate | None) -> list[str]:
 def _headline(tables: Tables, kind: TextKind, title: str) -> str:
     numbers = summary(tables, kind)
     columns = list(dict.fromkeys(c for row in numbers.values() for c in row))
+    piece = take(tables, preferred(tables, "free", "forced"), kind)
+    texts = {g.label: texts_of(tables, g, kind)[0] for g in piece.groups}
     rows = [
-        [label, *(_number(row[c]) if c in row else "n/a" for c in columns)]
+        [
+            label if texts.get(label, kind) == kind else f"{label}, on {texts[label]}",
+            *(_number(row[c]) if c in row else "n/a" for c in columns),
+        ]
         for label, row in numbers.items()
     ]
     caption = (

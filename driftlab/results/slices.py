@@ -262,10 +262,7 @@ class Slice:
     def over(self) -> str:
         """The texts that they come from, and what was left out of these."""
         fewest, most = self._seeds_of_a_group
-        size = count(len(self.prompts), most)
-        if fewest < most:
-            size = size.replace(f" x {most}", f" x {fewest} to {most}")
-        said = [f"{self.kind}, {size}"]
+        said = [f"{self.kind}, {count(len(self.prompts), most, fewest)}"]
         if self.left_out:
             said.append(f"{_texts(self.left_out, 'looping')} left out")
         if self.all_loop:

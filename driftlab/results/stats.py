@@ -568,9 +568,11 @@ def power_note(effect: Estimate, family: int = 1) -> str:
     return said + (", uncorrected" if family > 1 else "")
 
 
-def count(prompts: int, seeds: int) -> str:
-    """The size of a sample in words."""
-    return f"{prompts} prompt{'s' * (prompts != 1)} x {seeds} seed{'s' * (seeds != 1)}"
+def count(prompts: int, seeds: int, fewest: int | None = None) -> str:
+    """The size of a sample in words; ``fewest`` seeds where groups have unlike numbers of them."""
+    size = f"{prompts} prompt{'s' * (prompts != 1)} x "
+    size += f"{fewest} to " if fewest is not None and fewest < seeds else ""
+    return f"{size}{seeds} seed{'s' * (seeds != 1)}"
 
 
 # --- acceptance -------------------------------------------------------------------------------
