@@ -28,7 +28,8 @@ from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
 from driftlab.results.registered import changed_since, registered
-from driftlab.results.slices import take, without_conditions
+from driftlab.results.report import _headline
+from driftlab.results.slices import TextKind, take, without_conditions
 from driftlab.results.stats import estimate
 
 CONDITIONS = """applied.conditions=[
@@ -291,6 +292,12 @@ def test_axes_that_nobody_named_are_not_asked_of_trained_drafters() -> None:
     unnamed = small.spec().model_copy(update={"axes": Axes()})
     assert not set(unnamed.levels()["fusion_norm"]) <= set(small.spec().levels()["fusion_norm"])
     applied_room._refuse_idle(unnamed, held)
+
+
+def test_a_report_says_which_texts_a_condition_of_another_temperature_has() -> None:
+    page = _headline(RunDirectory.open(applied()).tables(), TextKind("sampled", 1.0), "x")
+    assert "none+pre_norm, cool (applied), on sampled text (temperature 0.5)" in page
+    assert "none+pre_norm, noisy (applied)<" in page
 
 
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:
