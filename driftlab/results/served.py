@@ -240,7 +240,8 @@ def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
 
 
 def _sglang_log(path: Path, text: str) -> Served:
-    kept, rates, unread, idle = [], [], 0, 0
+    kept, unread, idle = [], 0, 0
+    rates: list[tuple[float, float]] = []
     for line in text.splitlines():
         found = _LENGTH.search(line)
         if found is None:
@@ -256,7 +257,7 @@ def _sglang_log(path: Path, text: str) -> Served:
             continue
         kept.append((length, weight))
         if (rate := _RATE.search(line)) is not None:
-            rates.append(float(rate[1]))
+            rates.append((float(rate[1]), weight))
     if not kept:
         raise RunError(
             f"{path}: no window has running requests and an accept len of 1 or more",
@@ -283,8 +284,10 @@ def _sglang_log(path: Path, text: str) -> Served:
     if unread:
         notes.append(f"{unread} windows are left out: their numbers are not plain ones")
     if rates:
+        logged, requests = np.array(rates).T
+        mean = np.average(logged, weights=requests)
         notes.append(
-            f"accept rate {np.mean(rates):.2f} as logged; its denominator has changed between "
+            f"accept rate {mean:.2f}, weighted alike; its denominator has changed between "
             "versions, so it is not compared"
         )
     if arguments.get("eagle_topk", 1) > 1:
