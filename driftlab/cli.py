@@ -138,17 +138,16 @@ def train(
         "axes": {"fusion_norm": [fusion_norm], "feedback": [feedback]},
     }
     spec = build_experiment(raw, tuple(settings or ()), where="driftlab train")
-    chosen = {"seeds": [seed], "axes.fusion_norm": [fusion_norm], "axes.feedback": [feedback]}
-    made = (
-        list(spec.seeds),
-        [str(norm) for norm in spec.axes.fusion_norm],
-        [str(state) for state in spec.axes.feedback],
-    )
-    for (setting, asked), value in zip(chosen.items(), made, strict=True):
-        if value != asked:
+    made = spec.model_dump(mode="json")
+    for setting, asked, value in (
+        ("seeds", seed, made["seeds"]),
+        ("axes.fusion_norm", fusion_norm, made["axes"]["fusion_norm"]),
+        ("axes.feedback", feedback, made["axes"]["feedback"]),
+    ):
+        if value != [asked]:
             raise ConfigError(
                 f"--set {setting} contradicts the option of its own, which names the run",
-                got=f"{value} and {asked}",
+                got=f"{value} and {[asked]}",
                 remedy="Use --seed, --fusion-norm and --feedback; ablate trains several.",
             )
     out = out or Path("runs") / spec.name

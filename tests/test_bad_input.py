@@ -11,10 +11,9 @@ import functools
 import gzip
 import json
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent / "reliability"))
 import fuzz
 
 from driftlab.config import Experiment, build_experiment, read_experiment
-from driftlab.data.prompts import load_filler, load_prompts
+from driftlab.data.prompts import _limited, load_filler, load_prompts
 from driftlab.errors import CheckpointError, ConfigError, DataError, DriftlabError
 from driftlab.experiment.redo import manifest_of
 from driftlab.files import file_hash
@@ -340,20 +339,6 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    def late(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 FOLDERS = {"manifest", "page beside a run"}  # of runs
 
 
@@ -380,7 +365,7 @@ def test_what_is_no_file_is_not_read(
     else:
         with socket.socket(socket.AF_UNIX) as one:
             one.bind(str(place))
-    with within(10), pytest.raises(DriftlabError, match=f"is no regular file \\(got {kind}\\)"):
+    with _limited(10), pytest.raises(DriftlabError, match=f"is no regular file \\(got {kind}\\)"):
         READERS[reader](place.absolute())
 
 

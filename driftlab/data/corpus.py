@@ -32,7 +32,12 @@ from driftlab.errors import DataError
 from driftlab.models import memory
 from driftlab.models.continuation import Request
 from driftlab.models.target import Target
-from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
+from driftlab.results.shards import (
+    read_sealed,
+    remove_leftovers,
+    waiting_lock,
+    write_sealed,
+)
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,7 @@ class _Corpus:
             chunk.texts[i] = self._text(chunk, chunk.prompts[i], continuation)
             if None not in chunk.texts:
                 data = json.dumps([asdict(t) for t in chunk.texts if t is not None]).encode()
-                with atomic_file(chunk.path) as file:
-                    file.write(_digest(chunk.path, data) + b"\n" + data)
+                write_sealed(chunk.path, data)
                 if (needed := self._enough()) is not None:
                     break  # what was begun beyond is not needed
         needed = self._enough() if needed is None else needed
@@ -328,21 +332,10 @@ def _chunks(prompts: Sequence[Source], size: int) -> Iterator[tuple[int, Sequenc
         round_ += 1
 
 
-def _digest(path: Path, data: bytes) -> bytes:
-    """Checksum of a chunk and of its place: another one moved there is none of this corpus."""
-    place = f"{path.parent.name}/{path.name}\n".encode()
-    return sha256(place + data).hexdigest().encode()
-
-
 def _read(path: Path) -> list[Text] | None:
     """A finished chunk; None when it is absent, damaged or another's."""
-    if not path.is_file():  # a pipe would be waited for
-        return None
-    try:
-        digest, _, data = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
-        return None
-    if _digest(path, data) != digest:
+    data = read_sealed(path)
+    if data is None:
         return None
     return [Text(**{**row, "tokens": tuple(row["tokens"])}) for row in json.loads(data)]
 

@@ -23,7 +23,7 @@ from driftlab.engines.probe import measurable_anchors
 from driftlab.errors import ConfigError
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
-from driftlab.results.shards import atomic_file, remove_dead
+from driftlab.results.shards import read_sealed, write_sealed
 
 MICRO = "micro"
 RENDERING = Rendering("default")
@@ -70,10 +70,7 @@ def _micro_target(cache: Path, label: str) -> Target:
             seed=0,
             progress=label,
         )
-        data = save({n: t.contiguous() for n, t in model.state_dict().items()})
-        remove_dead(path.parent, path.name)
-        with atomic_file(path) as file:
-            file.write(sha256(path.name.encode() + data).digest() + data)
+        write_sealed(path, save({n: t.contiguous() for n, t in model.state_dict().items()}))
     return Target.from_model(model, name=MICRO, eos_ids=[grammar.VOCABULARY.index(grammar.EOS)])
 
 
@@ -90,13 +87,11 @@ def _micro_key(words: int) -> str:
 
 def _read_micro(path: Path, words: int) -> torch.nn.Module | None:
     """The stored embedded target; None when it is absent or damaged, so that it is made anew."""
-    if not path.is_file():
-        return None
-    data = path.read_bytes()
-    if sha256(path.name.encode() + data[32:]).digest() != data[:32]:
+    data = read_sealed(path)
+    if data is None:
         return None
     model = tiny_llama(vocab_size=words)
-    model.load_state_dict(load(data[32:]))
+    model.load_state_dict(load(data))
     return model
 
 

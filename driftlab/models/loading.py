@@ -423,6 +423,13 @@ def _stored_dtype(source: str, name: str, quantization: str | None) -> str:
         return "unstated"
 
 
+def too_large(what: str, error: BaseException) -> ResourceError:
+    """For a target that memory ran out under."""
+    return ResourceError(
+        what, got=first_line(error), remedy="Load in a smaller dtype, or with device_map."
+    )
+
+
 @contextmanager
 def _as_checkpoint_error(what: str) -> Iterator[None]:
     """Whatever a third-party loader raises becomes one of ours, with its reason kept."""
@@ -432,11 +439,7 @@ def _as_checkpoint_error(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if lacks_memory(error):
-            raise ResourceError(
-                f"{what} does not fit in memory",
-                got=first_line(error),
-                remedy="Load in a smaller dtype, or with device_map.",
-            ) from None
+            raise too_large(f"{what} does not fit in memory", error) from None
         raise CheckpointError(
             f"{what} cannot be loaded",
             got=f"{type(error).__name__}: {first_line(error)}",

@@ -16,7 +16,6 @@ from driftlab.errors import (
     ContractError,
     DataError,
     NumericsError,
-    ResourceError,
     first_line,
     lacks_memory,
 )
@@ -25,7 +24,7 @@ from driftlab.models.anatomy import Anatomy, Forward
 from driftlab.models.attention import Pattern, Reader
 from driftlab.models.continuation import Request
 from driftlab.models.generation import Session
-from driftlab.models.loading import fingerprint, load_model
+from driftlab.models.loading import fingerprint, load_model, too_large
 
 _EXACT = (torch.float32, torch.float64)
 
@@ -68,11 +67,8 @@ class Target(Anatomy):
             self._check_cache(tokens)
         except RuntimeError as error:
             if lacks_memory(error):
-                raise ResourceError(
-                    f"{self.name} does not fit in memory while it runs",
-                    got=first_line(error),
-                    remedy="Load in a smaller dtype, or with device_map.",
-                ) from None
+                what = f"{self.name} does not fit in memory while it runs"
+                raise too_large(what, error) from None
             raise ContractError(
                 f"{self.name} cannot be run, at once or block by block on a cache",
                 got=first_line(error),

@@ -15,7 +15,17 @@ from driftlab.results.hints import all_loop
 from driftlab.results.quantities import own_share, unchanged
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.registered import changed_since, registered
-from driftlab.results.slices import Group, Mode, Slice, Stratum, TextKind, modes, take, windowed
+from driftlab.results.slices import (
+    Group,
+    Mode,
+    Slice,
+    Stratum,
+    TextKind,
+    modes,
+    setting,
+    take,
+    windowed,
+)
 from driftlab.results.stats import (
     Estimate,
     Factorial,
@@ -463,9 +473,7 @@ def _no_sink(tables: Tables, kind: TextKind | None) -> Answer | None:
 
 def _sink_keys(tables: Tables) -> int:
     """Keys that count as sink; 1 for ``auto``, where one key that counts is above the rule."""
-    config = tables.manifest.get("config")
-    measure = config.get("measure") if isinstance(config, Mapping) else None
-    sink = measure.get("sink") if isinstance(measure, Mapping) else None
+    sink = setting(tables, "config", "measure", "sink")
     return max(1, len({*sink})) if isinstance(sink, list | tuple) else 1
 
 
@@ -580,11 +588,9 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     """What the headline numbers are taken over, and what their intervals draw, in words."""
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    config = tables.manifest.get("config")
-    drafter = (config.get("drafter") if isinstance(config, Mapping) else None) or {}
-    layers = drafter.get("num_layers") or 1
+    layers = setting(tables, "config", "drafter", "num_layers") or 1
     first = f"; attention is that of the first of {layers} layers" if layers > 1 else ""
-    brackets = f"brackets hold 95% bootstrap intervals over {piece.drawn}, {piece.method}"
+    brackets = f"brackets hold 95% bootstrap intervals over {', '.join(piece.intervals)}"
     return f"{piece.over}; {brackets}{first}"
 
 

@@ -25,6 +25,7 @@ from driftlab.results.slices import (
     TextKind,
     groups,
     modes,
+    setting,
     take,
     text_kinds,
     texts_of,
@@ -364,13 +365,6 @@ _MEASURE = {
 }
 
 
-def _setting(tables: Tables, *names: str) -> Any:
-    value: Any = tables.manifest
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 class _Unlike:
     """What keeps two runs from being compared, and what to do about each."""
 
@@ -394,7 +388,7 @@ class _Unlike:
 def _refuse_unlike(runs: Sequence[_Run]) -> None:
     a, b = (run.tables for run in runs)
     unlike = _Unlike(runs)
-    targets = [_setting(t, "inputs", "target") for t in (a, b)]
+    targets = [setting(t, "inputs", "target") for t in (a, b)]
     if targets[0] != targets[1]:
         unlike.differ(
             "target",
@@ -403,7 +397,7 @@ def _refuse_unlike(runs: Sequence[_Run]) -> None:
             "Acceptance is that of a pair: measure both on one target.",
         )
     for name, text in _MEASURE.items():
-        values = [_setting(t, "config", "measure", name) for t in (a, b)]
+        values = [setting(t, "config", "measure", name) for t in (a, b)]
         if values[0] != values[1]:
             unlike.differ(
                 text,
@@ -416,11 +410,11 @@ def _refuse_unlike(runs: Sequence[_Run]) -> None:
 
 def _target_name(tables: Tables) -> str:
     name = (
-        _setting(tables, "config", "target", "source")
-        or _setting(tables, "resolved", "target.source", "value")
+        setting(tables, "config", "target", "source")
+        or setting(tables, "resolved", "target.source", "value")
         or "unnamed"
     )
-    return f"{name} ({str(_setting(tables, 'inputs', 'target'))[:12]})"
+    return f"{name} ({str(setting(tables, 'inputs', 'target'))[:12]})"
 
 
 def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side], kind: TextKind) -> None:
@@ -460,9 +454,9 @@ def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side], kind: Tex
 
 def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
     """Settings that differ and may: they are what is compared."""
-    flat = [dict(_flat(_setting(run.tables, "config"))) for run in runs]
+    flat = [dict(_flat(setting(run.tables, "config"))) for run in runs]
     skip = ("name", "question", "workers", "threads", "measure.bootstrap", "seeds", "axes")
-    made = {_setting(run.tables, "config", "axes") is None for run in runs}
+    made = {setting(run.tables, "config", "axes") is None for run in runs}
     # A probe names its settings otherwise than an experiment.
     keys = flat[0].keys() | flat[1].keys() if len(made) == 1 else flat[0].keys() & flat[1].keys()
     for key in sorted(keys):

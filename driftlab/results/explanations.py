@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +41,7 @@ from driftlab.results.shards import (
     safe_name,
     write_shard,
 )
-from driftlab.results.slices import Group, groups, resamples
+from driftlab.results.slices import Group, groups, resamples, seeds_of_a_group
 from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm, too_few
 
 if TYPE_CHECKING:
@@ -266,11 +265,11 @@ class Explained:
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
         left = f"; {self.left_out} looping texts left out" if self.left_out else ""
-        each = Counter(group for group, _ in self._place.values()).values()
-        one = "; one seed: training noise not counted" if max(each) == 1 else ""
+        fewest, most = seeds_of_a_group(self._place.values())
+        one = "; one seed: training noise not counted" if most == 1 else ""
         anchors = int(self.table.loc[self.table["measure"] == "mass", "n"].max())
         return (
-            f"forced chains on {self.text}, {count(len(self.prompts), max(each), min(each))}, "
+            f"forced chains on {self.text}, {count(len(self.prompts), most, fewest)}, "
             f"up to {anchors} anchors a text{left}{one}"
         )
 

@@ -118,8 +118,11 @@ def _series(
     return _based(pd.concat(frames, ignore_index=True), piece)
 
 
-def _based(frame: pd.DataFrame, piece: Slice, method: str = "percentile") -> pd.DataFrame:
-    frame["interval"] = f"95% bootstrap over {piece.drawn}, {piece.resamples} draws, {method}"
+def _based(frame: pd.DataFrame, piece: Slice, *, estimated: bool = False) -> pd.DataFrame:
+    """``estimated``: its intervals are not those of ``bands``."""
+    drawn, method = piece.intervals
+    method = method if estimated else "percentile"
+    frame["interval"] = f"95% bootstrap over {drawn}, {piece.resamples} draws, {method}"
     frame["text"] = str(piece.kind)
     frame["mode"] = piece.mode or ""
     frame["left_out"] = piece.left_out
@@ -222,7 +225,7 @@ def table_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
                     }
                 )
     piece = _drift(tables, kind)
-    frame = _based(pd.DataFrame(rows), piece, piece.method)
+    frame = _based(pd.DataFrame(rows), piece, estimated=True)
     free = frame["measure"].str.startswith("accept")
     frame.loc[free, "mode"] = "free"
     frame.loc[frame["measure"].str.startswith("forced"), "mode"] = "forced"

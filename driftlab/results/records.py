@@ -326,13 +326,12 @@ class RunDirectory:
         rows = {Path("rows", f"{name}{SUFFIX}") for name in ("prompts", "texts")}
         rows |= {Path("rows", "cells", f"{cell}{SUFFIX}") for cell in cells}
         strays = []
-        for path in sorted(self.path.glob(f"*/**/*{SUFFIX}")):
-            place = path.relative_to(self.path)
-            measured = len(place.parts) == 3 and place.parts[1] in cells
-            if (place.parts[0] == "shards" and not measured) or (
-                place.parts[0] == "rows" and place not in rows
-            ):
-                strays.append(str(place))
+        for folder in ("rows", "shards"):
+            for path in sorted((self.path / folder).rglob(f"*{SUFFIX}")):
+                place = path.relative_to(self.path)
+                measured = len(place.parts) == 3 and place.parts[1] in cells
+                if not (measured if folder == "shards" else place in rows):
+                    strays.append(str(place))
         if strays:
             raise RunError(
                 f"{len(strays)} piece(s) in {self.path} belong to no cell of this run",
@@ -421,9 +420,7 @@ class RunDirectory:
                     remedy="Run the same command again: the tables are rebuilt from finished "
                     "pieces.",
                 )
-            if (
-                "reduced" not in manifest
-            ):  # a published run holds what its pages need, in fewer bits
+            if "reduced" not in manifest:  # a published run holds less, in fewer bits
                 _check_columns(path, name)
             table = pq.read_table(
                 path, columns=list(columns) if columns is not None else None, filters=filters

@@ -10,7 +10,7 @@ from typing import get_args
 from driftlab.config import Analysis, Contrast, Factor
 from driftlab.results.quantities import own_share
 from driftlab.results.records import Tables
-from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, take
+from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, setting, take
 from driftlab.results.stats import Estimate, Sample, estimate, holm, not_available
 
 FACTORS: tuple[str, ...] = get_args(Factor)
@@ -52,8 +52,7 @@ _WITHOUT_DEPTH = ("accepted drafts", "share of own length")
 
 def registered(tables: Tables, kind: TextKind | None = None) -> list[Registered]:
     """The registered comparisons of a run, the primary first; empty when it registered none."""
-    config = tables.manifest.get("config")
-    stated = config.get("analysis") if isinstance(config, Mapping) else None
+    stated = setting(tables, "config", "analysis")
     if not stated:
         return []
     analysis = Analysis.model_validate(stated)

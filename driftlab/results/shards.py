@@ -96,6 +96,29 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+def write_sealed(path: Path, data: bytes) -> None:
+    """``data`` behind a checksum of itself and of its place, so that it is read nowhere else.
+
+    Raises as :func:`atomic_file`. What a killed process left of the file goes away.
+    """
+    remove_dead(path.parent, path.name)
+    with atomic_file(path) as file:
+        file.write(_seal(path, data) + b"\n" + data)
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """What :func:`write_sealed` wrote; None when it is absent, damaged or another file's."""
+    if not path.is_file():  # a pipe would be waited for
+        return None
+    seal, _, data = path.read_bytes().partition(b"\n")
+    return data if seal == _seal(path, data) else None
+
+
+def _seal(path: Path, data: bytes) -> bytes:
+    place = f"{path.parent.name}/{path.name}\n".encode()
+    return hashlib.sha256(place + data).hexdigest().encode()
+
+
 @contextlib.contextmanager
 def waiting_lock(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, waiting for it. The system frees it when a process dies."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,6 +99,14 @@ _FUSION_ORDER = {"none": 0, "per_layer": 1, "concat": 2, "concat_per_layer": 3}
 _FEEDBACK_ORDER = {"pre_norm": 0, "post_norm": 1}
 
 
+def setting(tables: Tables, *names: str) -> Any:
+    """What the manifest holds under ``names``, one within the other; None where one is absent."""
+    value: Any = tables.manifest
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
 def text_kinds(tables: Tables) -> tuple[TextKind, ...]:
     """Kinds of text in the run, the headline's kind first: sampled, given, greedy; among
     sampled texts the temperature nearest to 1."""
@@ -117,8 +125,7 @@ def text_kinds(tables: Tables) -> tuple[TextKind, ...]:
 def without_conditions(tables: Tables) -> Tables:
     """``tables`` of an experiment with applied conditions, its unchanged drafters alone; those of
     any other run as they are. Dozens of conditions are no lines of one figure."""
-    config = tables.manifest.get("config")
-    if not isinstance(config, Mapping) or not config.get("applied"):
+    if not setting(tables, "config", "applied"):
         return tables
     plain = tables.cells[tables.cells["axis"] == "trained"]
 
@@ -139,12 +146,10 @@ def without_conditions(tables: Tables) -> Tables:
 def windowed(tables: Tables) -> bool:
     """Whether a drafter saw a window of keys only, of its own or by an intervention: then a key
     has another even share, and the sink may be out of sight."""
-    config = tables.manifest.get("config")
-    if not isinstance(config, Mapping):
-        return False
-    drafter, changes = config.get("drafter") or {}, config.get("interventions") or {}
+    changes = setting(tables, "config", "interventions") or {}
     applied = [change for changes_of in changes.values() for change in changes_of]
-    return any(drafter.get("windows") or ()) or any(c.get("name") == "window" for c in applied)
+    own = setting(tables, "config", "drafter", "windows") or ()
+    return any(own) or any(change.get("name") == "window" for change in applied)
 
 
 def modes(tables: Tables) -> tuple[Mode, ...]:
@@ -154,9 +159,7 @@ def modes(tables: Tables) -> tuple[Mode, ...]:
 
 def resamples(tables: Tables) -> int:
     """Bootstrap draws that the run's config asks for."""
-    config = tables.manifest.get("config") or {}
-    measure = config.get("measure") or {} if isinstance(config, Mapping) else {}
-    return int(measure.get("bootstrap", RESAMPLES))
+    return int(setting(tables, "config", "measure", "bootstrap") or RESAMPLES)
 
 
 def groups(tables: Tables, axis: Axis | None = None) -> tuple[tuple[Group, ...], pd.DataFrame]:
@@ -272,27 +275,19 @@ class Slice:
         return "; ".join(said)
 
     @property
-    def drawn(self) -> str:
-        """What the intervals draw."""
+    def intervals(self) -> tuple[str, str]:
+        """What the intervals of :func:`driftlab.results.stats.estimate` draw, and how they are
+        made."""
         fewest, most = self._seeds_of_a_group
-        if fewest < most and fewest == 1:
-            return "prompts, and seeds where there are several"
-        return "seeds and prompts" if most > 1 else "prompts"
-
-    @property
-    def method(self) -> str:
-        """How the intervals of :func:`driftlab.results.stats.estimate` are made."""
-        fewest, most = self._seeds_of_a_group
-        if fewest < most and fewest == 1:
-            return "percentile, and BCa for one seed"
-        return "percentile" if most > 1 else "BCa (percentile where that has none)"
+        if most == 1:
+            return "prompts", "BCa (percentile where that has none)"
+        if fewest == 1:
+            return "prompts, and seeds where there are several", "percentile, and BCa for one seed"
+        return "seeds and prompts", "percentile"
 
     @cached_property
     def _seeds_of_a_group(self) -> tuple[int, int]:
-        """Fewest and most seeds that a group has."""
-        pairs = {*zip(self.positions[0].tolist(), self.positions[1].tolist(), strict=True)}
-        each = Counter(group for group, _ in pairs).values()
-        return min(each), max(each)
+        return seeds_of_a_group(zip(*(p.tolist() for p in self.positions[:2]), strict=True))
 
     def cube(self, column: str) -> np.ndarray:
         """``column`` as [group, seed, prompt, index], NaN where there is no row.
@@ -366,6 +361,12 @@ class Slice:
             if group.axis == "trained" and not group.condition:
                 out.setdefault(group.stratum, {})[group.fusion_norm, group.feedback] = group
         return out
+
+
+def seeds_of_a_group(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Fewest and most seeds that a group has, of the pairs (group, seed) that are there."""
+    each = Counter(group for group, _ in set(pairs)).values()
+    return min(each), max(each)
 
 
 def _texts(n: int, what: str = "") -> str:
