@@ -210,6 +210,7 @@ def test_figures_of_a_run_and_of_a_paper(call: Call, out: Path, refused: Any) ->
     assert "item/figures/forced_accuracy.png" in refused("figures", paper, "--check")
     assert call("figures", paper)[0] == 0
     assert call("figures", paper, "--check")[0] == 0
+    assert call("figures", paper / "item", "--check")[:2] == (0, f"{paper / 'item'}: current\n")
     assert "stands alone" in refused("figures", "done", "--publish", paper / "item", "--check")
 
 

@@ -187,6 +187,18 @@ def test_a_page_names_the_seeds_that_were_compared(make: Make) -> None:
     assert any("paired by seeds 2, which both have" in note for note in found.notes)
 
 
+def test_the_variant_that_has_one_seed_is_named(make: Make) -> None:
+    tables = make(variants=[PRE, POST], seeds=(0, 1)).tables()
+    gone = tables.cells["cell"].astype(str) == "none+post_norm/s1"
+    depths = tables.depths[tables.depths["cell"].astype(str) != "none+post_norm/s1"]
+    fewer = replace(tables, cells=tables.cells[~gone], depths=depths, cache={})
+    notes = compare(fewer, fewer).notes
+    said = "one seed: the noise of training is not in the intervals"
+    assert notes == (f"none+post_norm: {said}",)
+    alone = make(seeds=(3,))
+    assert compare(alone, alone).notes == (said,)
+
+
 def test_a_variant_beside_its_conditions_is_the_unchanged_one(both: RunDirectory) -> None:
     tables = both.tables()
     cells = tables.cells.astype({"cell": str, "condition": str, "axis": str})

@@ -351,7 +351,19 @@ def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> N
     tok = tokenizer(f"{loop}{loop}{{% endfor %}}{{% endfor %}}{{{{ messages[0].content }}}}")
     with pytest.raises(DataError, match="the chat template does not end for prompt p"):
         render(Prompt("p", "chat", "Hi"), tok)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_an_alarm_of_the_caller_goes_on(seconds: int) -> None:
+    handler = signal.getsignal(signal.SIGALRM)
+    before = signal.setitimer(signal.ITIMER_REAL, seconds)  # the test's own time limit
+    try:
+        with prompts._limited(10):
+            assert 9 < signal.getitimer(signal.ITIMER_REAL)[0] <= 10
+        assert max(seconds - 1, 0) <= signal.getitimer(signal.ITIMER_REAL)[0] <= seconds
+        assert signal.getsignal(signal.SIGALRM) == handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def test_a_template_s_own_system_prompt_may_be_asked_for() -> None:

@@ -703,6 +703,11 @@ def test_eos_is_read_and_its_place_recorded() -> None:
     assert nothing.provenance["eos_ids"].origin is Origin.assumed
 
 
+def _state(folder: Path, **fields: Any) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
 def _cut(folder: Path) -> None:
     file = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1000])
@@ -731,6 +736,16 @@ def _other_width(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "config is no json": (lambda f: (f / "config.json").write_text("{"), "cannot be loaded"),
+    "an epsilon of no model": (
+        lambda f: _state(f, rms_norm_eps=1e30),
+        r"constants that no model has \(got rms_norm_eps 1e\+30\)",
+    ),
+    "a factor below 0": (
+        lambda f: _state(
+            f, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}
+        ),
+        r"constants that no model has \(got rope factor -1\.0\)",
+    ),
     "unknown architecture": (
         lambda f: (f / "config.json").write_text('{"model_type": "nonesuch"}'),
         "nonesuch",

@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -469,12 +470,16 @@ def _limited(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    start = time.monotonic()
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
+        if left:  # the caller's own alarm goes on, late rather than never
+            left = max(left - (time.monotonic() - start), 1e-3)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left, again)
 
 
 def _refuse_ended(tokens: list[int], tokenizer: Any, prompt_id: str) -> None:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from driftlab.config import Rope
 from driftlab.errors import ContractError
 from driftlab.models import wide
-from driftlab.models.loading import whole
+from driftlab.models.loading import EPS, whole
 
 _BLOCKS = ("layers", "h", "blocks")
-_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
@@ -174,7 +173,7 @@ class Anatomy:
         rope = dict(rope.get("full_attention", rope) or {})
         rope.pop("type", None)  # the older name of rope_type
         stated = bool(rope)
-        eps = next((v for name in _EPS if (v := getattr(text, name, None))), None)
+        eps = next((v for name in EPS if (v := getattr(text, name, None))), None)
         return Shape(
             intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * self.hidden_size),
             num_heads=heads,

@@ -112,6 +112,7 @@ def load_model(
             name, dtype=DTYPES[dtype], output_loading_info=True, **how
         )
     left_out = _check_report(report, model, source)
+    _check_constants(model.config, source)
     if header is not None:
         _check_gguf(header, model, source)
     if device_map is None and tp_plan is None:
@@ -278,10 +279,9 @@ def _as_dtype(file: Path, dtype: torch.dtype) -> int:
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 # Fields of HuggingFace's configs that move numbers, and the names that a rotation has had.
+EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 _MOVING = (
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "layer_norm_epsilon",
+    *EPS,
     "hidden_act",
     "activation_function",
     "max_position_embeddings",
@@ -346,6 +346,24 @@ def _check_report(report: dict[str, Any], model: Any, source: str) -> list[str]:
             remedy="Weights and config.json belong to different models, or a file is incomplete.",
         )
     return unexpected
+
+
+def _check_constants(config: Any, source: str) -> None:
+    """Constants that the library takes as they stand, and that leave nothing of a state."""
+    text = config.get_text_config(decoder=True)
+    epsilons = {name: value for name in EPS if (value := getattr(text, name, None)) is not None}
+    wrong = [f"{name} {value}" for name, value in epsilons.items() if not 0 <= value < 1]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for stated in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        factor = stated.get("factor")
+        if factor is not None and not factor > 0:
+            wrong.append(f"rope factor {factor}")
+    if wrong:
+        raise CheckpointError(
+            f"{source}: config.json holds constants that no model has",
+            got=", ".join(wrong),
+            remedy="Fetch config.json again; an epsilon is small, a factor above 0.",
+        )
 
 
 def _check_gguf(header: GgufHeader, model: Any, source: str) -> None:

@@ -52,8 +52,10 @@ BITS = 12
 
 
 def items(paper: str | Path) -> list[Path]:
-    """The item folders below ``paper``, sorted."""
-    return sorted(p.parent.parent for p in Path(paper).glob("*/tables/manifest.json"))
+    """The item folders below ``paper``, sorted; ``paper`` itself where it is one."""
+    folder = Path(paper)
+    found = [*folder.glob("tables/manifest.json"), *folder.glob("*/tables/manifest.json")]
+    return sorted(p.parent.parent for p in found)
 
 
 def is_paper(folder: str | Path) -> bool:
@@ -117,7 +119,7 @@ def publish(run: str | Path, item: str | Path) -> Path:
 def draw(paper: str | Path, *, check: bool = False) -> list[str]:
     """Draw every item and page; with ``check``, write nothing and list the files that differ."""
     found: list[str] = []
-    for item in items(paper):
+    for item in items(Path(paper).resolve()):
         run = RunDirectory.open(item / "tables")
         if check:
             found += [f"{item.name}/tables/{name}" for name in changed_tables(run)]

@@ -509,8 +509,9 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
                 f"{_pair_name(a, b)}: no seed known to be in common; each prompt's mean over "
                 "seeds was compared, and the noise of training is not in the intervals"
             )
-    if any(len(a.shared(b)) == 1 for a, b in pairs):
-        yield "one seed: the noise of training is not in the intervals"
+    if single := [_pair_name(a, b) for a, b in pairs if len(a.shared(b)) == 1]:
+        whose = "" if len(single) == len(pairs) else f"{', '.join(single)}: "
+        yield f"{whose}one seed: the noise of training is not in the intervals"
 
 
 # --- measures ---------------------------------------------------------------------------------
