@@ -23,7 +23,9 @@ from driftlab.errors import ConfigError, RunError
 from driftlab.experiment import applied as applied_room
 from driftlab.experiment import plan, run_experiment
 from driftlab.papers import committed
+from driftlab.results.answers import answers
 from driftlab.results.compare import compare, one_side
+from driftlab.results.figures import sink_data
 from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
@@ -298,6 +300,22 @@ def test_a_report_says_which_texts_a_condition_of_another_temperature_has() -> N
     page = _headline(RunDirectory.open(applied()).tables(), TextKind("sampled", 1.0), "x")
     assert "none+pre_norm, cool (applied), on sampled text (temperature 0.5)" in page
     assert "none+pre_norm, noisy (applied)<" in page
+    assert "3 prompts x 1 seed; cool on sampled text (temperature 0.5); brackets" in page
+
+
+def test_numbers_of_a_condition_name_its_texts() -> None:
+    tables = RunDirectory.open(applied()).tables()
+    own = "; cool on sampled text (temperature 0.5)"
+    for answer in answers(tables):
+        assert (own in answer.basis) == answer.question.startswith("What does cool leave")
+    (_, *left), (first, _) = answers(tables)[1:], registered(tables)
+    assert len(left) == len(NAMES) and first.basis == left[0].basis.split(";")[0]
+    piece = take(tables, "free")
+    cool = next(g for g in piece.groups if g.condition == "cool")
+    assert piece.basis_of([cool]).endswith(own)
+    drawn = sink_data(tables).groupby("variant")["text"].unique()
+    assert drawn[cool.label].tolist() == ["sampled text (temperature 0.5)"]
+    assert drawn["none+pre_norm"].tolist() == ["sampled text (temperature 1)"]
 
 
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:

@@ -365,7 +365,7 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         )
         sentence = f"{condition}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
-        out.append(Answer(question, sentence, shares, piece.basis))
+        out.append(Answer(question, sentence, shares, piece.basis_of(members)))
     return out
 
 
@@ -591,7 +591,7 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     layers = setting(tables, "config", "drafter", "num_layers") or 1
     first = f"; attention is that of the first of {layers} layers" if layers > 1 else ""
     brackets = f"brackets hold 95% bootstrap intervals over {', '.join(piece.intervals)}"
-    return f"{piece.over}; {brackets}{first}"
+    return f"{piece.over(piece.groups)}; {brackets}{first}"
 
 
 def summary_table(run: RunDirectory | Tables, kind: TextKind | None = None) -> pd.DataFrame:

@@ -123,7 +123,8 @@ def _based(frame: pd.DataFrame, piece: Slice, *, estimated: bool = False) -> pd.
     drawn, method = piece.intervals
     method = method if estimated else "percentile"
     frame["interval"] = f"95% bootstrap over {drawn}, {piece.resamples} draws, {method}"
-    frame["text"] = str(piece.kind)
+    kinds = {g.label: str(piece.kind_of(g)) for g in piece.groups}
+    frame["text"] = frame["variant"].map(kinds).fillna(str(piece.kind))  # effects have none
     frame["mode"] = piece.mode or ""
     frame["left_out"] = piece.left_out
     return frame

@@ -89,7 +89,7 @@ def _compare(
     if sample is None or not pairs:
         why = "the depth was not measured" if pairs else "the levels were not measured side by side"
         missing = not_available(why)
-        return missing, missing, missing, piece.basis
+        return missing, missing, missing, piece.basis_of([g for pair in pairs for g in pair])
     draws = piece.resamples
     before, after = ([sample(pair[i]) for pair in pairs] for i in (0, 1))
     weights, nothing = [1 / len(pairs)] * len(pairs), [0.0] * len(pairs)
@@ -106,7 +106,8 @@ def _compare(
         resamples=draws,
         over_prompts=True,
     )
-    return level(*nothing, *weights), level(*weights, *nothing), effect, piece.basis
+    basis = piece.basis_of([group for pair in pairs for group in pair])
+    return level(*nothing, *weights), level(*weights, *nothing), effect, basis
 
 
 def _pairs(piece: Slice, contrast: Contrast) -> list[tuple[Group, Group]]:

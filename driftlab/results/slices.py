@@ -237,12 +237,14 @@ class Slice:
 
     Attributes
     ----------
+    others: conditions whose texts are of another kind than ``kind``, and that kind.
     left_out: looping texts that were left out; none when ``all_loop``.
     unmeasured: texts of this kind without one measured anchor: too short for the depth.
     all_loop: every text loops, and none was left out.
     """
 
     kind: TextKind
+    others: Mapping[str, TextKind]
     mode: Mode | None
     groups: tuple[Group, ...]
     seeds: tuple[int, ...]
@@ -259,13 +261,25 @@ class Slice:
     @property
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
-        return f"{self.mode} chains on {self.over}" if self.mode else self.over
+        return self.basis_of(self.groups)
 
-    @property
-    def over(self) -> str:
-        """The texts that they come from, and what was left out of these."""
+    def basis_of(self, groups: Iterable[Group]) -> str:
+        """The same of some groups' numbers."""
+        return f"{self.mode} chains on {self.over(groups)}" if self.mode else self.over(groups)
+
+    def kind_of(self, group: Group) -> TextKind:
+        """The kind of text that a group was measured on."""
+        return self.others.get(group.condition, self.kind)
+
+    def over(self, groups: Iterable[Group]) -> str:
+        """The texts that the numbers of ``groups`` come from, and what was left out of these."""
         fewest, most = self._seeds_of_a_group
         said = [f"{self.kind}, {count(len(self.prompts), most, fewest)}"]
+        theirs: dict[TextKind, dict[str, None]] = {}
+        for group in groups:
+            if group.condition in self.others:
+                theirs.setdefault(self.kind_of(group), {})[group.condition] = None
+        said += [f"{', '.join(names)} on {kind}" for kind, names in theirs.items()]
         if self.left_out:
             said.append(f"{_texts(self.left_out, 'looping')} left out")
         if self.all_loop:
@@ -419,7 +433,8 @@ def _take(
     if kind.temperature is not None and "temperature" in frame:
         chosen &= np.isclose(frame["temperature"].to_numpy(float), kind.temperature)
     # A condition that sets the temperature has one kind of text, its own, and stands for itself.
-    chosen |= condition.isin({*_of_other_kind(tables, kind)}).to_numpy()
+    others = _of_other_kind(tables, kind)
+    chosen |= condition.isin({*others}).to_numpy()
     frame, condition = frame[chosen], condition[chosen]
     if not len(frame):
         what = " ".join(filter(None, (mode, "chains on" if mode else "", str(kind))))
@@ -441,6 +456,7 @@ def _take(
     )
     return Slice(
         kind,
+        others,
         mode,
         tuple(all_groups[g] for g in shown),
         seeds,
