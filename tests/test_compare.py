@@ -218,6 +218,26 @@ def test_a_variant_beside_its_conditions_is_the_unchanged_one(both: RunDirectory
     assert pinned.group.condition == "pin"
 
 
+def test_a_text_must_count_on_both_sides(make: Make) -> None:
+    """A looping text counts where no other is, and is left out where another does not loop."""
+    first, *rest = prompt_names(3)
+    alone = make(prompts=[first], loops=[first])
+    assert (
+        "all compared texts run in a loop, which flatters every drafter"
+        in compare(alone, alone).notes
+    )
+    beside = make(prompts=[first, *rest], loops=[first])
+    with pytest.raises(RunError, match=r"no text counts in both \(got 1 and 2 that count in one"):
+        compare(alone, beside)
+    assert compare(beside, beside).notes == ("texts left out because they run in a loop: 1",)
+
+
+def test_runs_without_chains_of_one_kind_are_refused(make: Make) -> None:
+    free, forced = make(modes=["free"]), make(modes=["forced"])
+    with pytest.raises(RunError, match="chains: free and forced"):
+        compare(free, forced)
+
+
 def test_seeds_and_prompts_that_both_have(make: Make, pre: RunDirectory) -> None:
     other = make(variants=[POST], seeds=(1, 9), prompts=prompt_names(6))
     found = compare(pre, other)

@@ -173,6 +173,8 @@ def test_the_basis_says_what_was_left_out(agreed: Explained) -> None:
         "2 looping texts left out"
     )
     assert "one seed: training noise not counted" in made(seeds=(0,)).basis
+    unlike = agreed.table.assign(n=np.where(agreed.table["measure"] == "mass", 5, 7))
+    assert "up to 5 to 7 anchors a text" in replace(agreed, table=unlike).basis
 
 
 def test_agreement_is_said_and_not_embellished(agreed: Explained) -> None:

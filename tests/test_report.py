@@ -22,7 +22,7 @@ from driftlab.results import figures
 from driftlab.results.answers import basis, effects, registered_answers, summary
 from driftlab.results.drawing import FigureSpec
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.report import Answer, answers, summary_table, write_report
+from driftlab.results.report import Answer, _texts, answers, summary_table, write_report
 from driftlab.results.slices import TextKind, take
 from driftlab.results.stats import Estimate, estimate
 
@@ -406,6 +406,17 @@ def test_looping_texts_are_flagged(page: str) -> None:
     text = Page(page).text
     assert "2 of 24 texts loop" in text
     assert f"{EVIL} (sampled)" in text
+    assert "left out of the numbers above:" in text
+
+
+def test_loops_that_could_not_be_left_out_are_not_said_to_be(tmp_path: Path) -> None:
+    names = synthetic_run.prompt_names(3)
+    run = synthetic_run.make_run(
+        tmp_path / "r", seeds=(0,), texts=("sampled",), prompts=names, loops=names
+    )
+    said = " ".join(Page(_texts(run.tables())).text.split())
+    assert "3 of 3 texts loop." in said
+    assert "numbers above, but for sampled text (temperature 1), of which all texts loop:" in said
 
 
 def test_what_was_assumed_and_how_it_was_made(page: str) -> None:

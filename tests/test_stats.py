@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -360,6 +361,19 @@ def test_a_whole_of_nothing_counts_with_its_part(part: list[float]) -> None:
     # One draw in 27 holds the first prompt alone, and no length to divide by.
     assert min(part) / 0.2 <= result.low <= result.value <= result.high <= 3 * max(part) / 0.2
     assert "of the draws left out, with nothing to divide by" in result.note
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_constant_that_many_draws_lack_has_no_interval(seeds: int) -> None:
+    """Nothing is left of the one draft that was accepted: (4/5)^5 of the draws have none."""
+    own = np.array([[0.0, 0.0, 0.25, 0.0, 0.0]] * seeds)
+    result = estimate(ratio(Sample(np.zeros_like(own)), Sample(own)))
+    assert result.value == 0 and math.isnan(result.low) and math.isnan(result.high)
+    lost = float(re.search(r"([0-9.]+)% of the draws left out", result.note)[1])  # type: ignore[index]
+    assert lost == pytest.approx(100 * 0.8**5, abs=1.5)
+    rarely = np.array([[0.0, 0.2, 0.25, 0.1, 0.3]] * seeds)
+    result = estimate(ratio(Sample(np.zeros_like(rarely)), Sample(rarely)))
+    assert (result.low, result.high) == (0, 0)
 
 
 def test_a_seed_without_a_length_of_its_own() -> None:

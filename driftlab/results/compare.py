@@ -173,6 +173,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     pairs = _pairs(runs, kind)
     for pair in pairs:
         _refuse_other_texts(runs, pair, kind)
+        _refuse_nothing_counted(runs, pair, kind)
     made: list[tuple[str, _Pair]] = []
     for side_a, side_b in pairs:
         made += [(_pair_name(side_a, side_b), p) for p in _measured(side_a, side_b, kind)]
@@ -405,6 +406,10 @@ def _refuse_unlike(runs: Sequence[_Run]) -> None:
                 values[1],
                 f"Measure one of them again with measure.{name} of the other.",
             )
+    chains = [modes(t) for t in (a, b)]
+    if not set(chains[0]) & set(chains[1]):
+        remedy = "Measure one of them again with measure.modes of the other."
+        unlike.differ("chains", *(", ".join(there) or "none" for there in chains), remedy)
     unlike.refuse()
 
 
@@ -485,17 +490,18 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
     for pair in pairs:
         rows = [texts_of(s.tables, s.group, kind)[1] for s in pair]
         names = [set(r["prompt"].astype(str)) for r in rows]
+        both = names[0] & names[1]
         if names[0] != names[1]:
-            both = names[0] & names[1]
             said.append(
-                f"{len(both)} prompts are in both runs; {len(names[0] - both)} of A and "
+                f"prompts in both runs: {len(both)}; {len(names[0] - both)} of A and "
                 f"{len(names[1] - both)} of B were left out"
             )
-        loops = {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
-        if len(loops & names[1]) == len(names[0] & names[1]):
-            said.append("all texts run in a loop, which flatters every drafter")
-        elif loops & names[1]:
-            said.append(f"{len(loops & names[1])} texts run in a loop and were left out")
+        loops = both & {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
+        kept = loops & _counted(pair[0], kind) & _counted(pair[1], kind)
+        if kept:
+            said.append("all compared texts run in a loop, which flatters every drafter")
+        if loops - kept:
+            said.append(f"texts left out because they run in a loop: {len(loops - kept)}")
     yield from dict.fromkeys(said)
     for a, b in pairs:
         shared = sorted(a.shared(b))
@@ -512,6 +518,25 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
     if single := [_pair_name(a, b) for a, b in pairs if len(a.shared(b)) == 1]:
         whose = "" if len(single) == len(pairs) else f"{', '.join(single)}: "
         yield f"{whose}one seed: the noise of training is not in the intervals"
+
+
+def _counted(side: Side, kind: TextKind) -> set[str]:
+    """Prompts that count in a side's numbers: a looping text does where all of its run loop."""
+    piece = take(side.tables, modes(side.tables)[0], kind)
+    there = np.isfinite(piece.at(side.group, "n", piece.index[0])).any(axis=0)
+    return {p for p, counts in zip(piece.prompts, there, strict=True) if counts}
+
+
+def _refuse_nothing_counted(runs: Sequence[_Run], pair: tuple[Side, Side], kind: TextKind) -> None:
+    """One text at least must count on both sides."""
+    sets = [_counted(side, kind) for side in pair]
+    if not sets[0] & sets[1]:
+        raise RunError(
+            f"{runs[0].name} and {runs[1].name}: no text counts in both",
+            got=f"{len(sets[0])} and {len(sets[1])} that count in one",
+            remedy="Looping texts are left out of a run, unless all of its texts loop: measure "
+            "both on the same prompts.",
+        )
 
 
 # --- measures ---------------------------------------------------------------------------------

@@ -267,10 +267,12 @@ class Explained:
         left = f"; {self.left_out} looping texts left out" if self.left_out else ""
         fewest, most = seeds_of_a_group(self._place.values())
         one = "; one seed: training noise not counted" if most == 1 else ""
-        anchors = int(self.table.loc[self.table["measure"] == "mass", "n"].max())
+        each = self.table.groupby("measure")["n"].max()
+        least, anchors = int(each.min()), int(each.max())
+        size = f"{least} to {anchors}" if least < anchors else f"{anchors}"
         return (
             f"forced chains on {self.text}, {count(len(self.prompts), most, fewest)}, "
-            f"up to {anchors} anchors a text{left}{one}"
+            f"up to {size} anchors a text{left}{one}"
         )
 
     def parts(self, measure: str) -> tuple[str, ...]:

@@ -272,9 +272,12 @@ def _texts(tables: Tables) -> str:
         names = [f"{p} ({t})" for p, t in zip(loops["prompt"], loops["text"], strict=True)]
         shown = "".join(f'<li><span class="flag">{_text(n)}</span></li>' for n in names[:50])
         more = f"<li>and {len(names) - 50} more</li>" if len(names) > 50 else ""
+        mode = preferred(tables, "free", "forced")
+        kept = [str(k) for k in text_kinds(tables) if take(tables, mode, k).all_loop]
+        but = f", but for {' and '.join(kept)}, of which all texts loop" if kept else ""
         out.append(
             f"<p>{len(loops)} of {len(prompts)} texts loop. Looping text flatters every drafter, "
-            f"so it is left out of the numbers above:</p><ul>{shown}{more}</ul>"
+            f"so it is left out of the numbers above{but}:</p><ul>{shown}{more}</ul>"
         )
     else:
         out.append("<p>No text loops.</p>")

@@ -209,8 +209,9 @@ def estimate(
         )
     low, high = prompt_low, prompt_high
     if n_seeds > 1:
-        low, high, lost = value, value, 0.0
-        if not flat:
+        if flat:
+            low, high, lost = _constant(value, weights, resamples, seed)
+        else:
             draws = combine(*_draw_both(weighted, weights, resamples, seed))
             low, high, lost = _percentile(draws)
     p, smallest = math.nan, math.nan
@@ -356,6 +357,17 @@ def _percentile(draws: np.ndarray) -> tuple[float, float, float]:
     return float(low), float(high), lost
 
 
+def _constant(
+    value: float, weights: np.ndarray, resamples: int, seed: int
+) -> tuple[float, float, float]:
+    """The same of a contrast that all draws give which have something to divide by."""
+    if (weights > 0).all():
+        return value, value, 0.0
+    _, wholes = _draw_both(weights, weights, resamples, seed)
+    lost = float((wholes <= 0).any(axis=0).mean())
+    return (math.nan, math.nan, lost) if lost > MOST_LOST else (value, value, lost)
+
+
 def _over_prompts(
     weighted: np.ndarray,
     weights: np.ndarray,
@@ -371,7 +383,7 @@ def _over_prompts(
     if n < 2:
         return math.nan, math.nan, 0.0
     if flat:
-        return value, value, 0.0
+        return _constant(value, weights[:, None], resamples, seed)
 
     from scipy.stats import DegenerateDataWarning, bootstrap
 
