@@ -171,7 +171,13 @@ def probe(
     ] = 0.0,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt.")] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many prompts.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts at a time; memory grows with it.")] = 16,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Texts at a time; memory and sampled text change with it.")
+    ] = 16,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Of sampled text; with text.seed and text.batch of a run, its."),
+    ] = 0,
     out: Out = None,
     strict: Strict = False,
     device_map: DeviceMap = None,
@@ -179,10 +185,11 @@ def probe(
 ) -> None:
     """Measure one drafter on the target's own text."""
     from driftlab import lab
+    from driftlab.data.corpus import MEASURED_SEED
     from driftlab.results.quantities import accepted_by_context
 
     out = out or Path("runs") / "probe"
-    asked = [target, drafter, prompts, depth, temperature, tokens, limit]
+    asked = [target, drafter, prompts, depth, temperature, tokens, limit, seed]
     _refuse_other_probe(out, asked)
     cache = out.parent / "cache"
     placed = device_map is not None or tp_plan is not None
@@ -194,6 +201,7 @@ def probe(
         temperature=temperature,
         max_new_tokens=tokens,
         limit=limit,
+        seed=MEASURED_SEED + seed,
         batch=batch,
     )
     measured.manifest["asked"] = asked

@@ -41,7 +41,7 @@ from driftlab.config import (
     refuse_assumptions,
 )
 from driftlab.data.corpus import Source, Writing, refuse_repeated, sources, write_corpus
-from driftlab.data.features import Dtype, Features, FeatureStore
+from driftlab.data.features import Features, FeatureStore
 from driftlab.data.grammar import VOCABULARY, WordTokenizer
 from driftlab.data.prompts import Prompt, Rendering, load_prompts
 from driftlab.data.text import Text
@@ -444,8 +444,8 @@ class Lab:
         limit: at most so many prompts, at even distances.
         sink, recent, max_anchors: see :class:`driftlab.config.MeasureSpec`.
         shapley: fill ``fused.shapley`` (2^A more passes at depth 1).
-        seed: of sampled text. batch: prompts that the target continues, and texts that the
-            drafter runs, at a time.
+        seed: of sampled text; a run's own are drawn with its ``text.seed`` + 1.
+        batch: prompts that the target continues, and texts that the drafter runs, at a time.
         rendering: chat template and BOS; another than the default makes the row ``applied``.
 
         Raises
@@ -632,12 +632,10 @@ class Lab:
                 texts += write_corpus(
                     self.target, found, writing, self.cache / "texts", progress=label
                 )
-            dtype: Dtype = "float32" if self.target.dtype == torch.float32 else "bfloat16"
             return FeatureStore(self.cache / "states").build(
                 self.target,
                 sorted(texts, key=lambda t: (t.prompt_id, t.kind)),
                 self.drafter.config.boundaries,
-                dtype=dtype,
                 batch=batch,
                 progress="states of the target",
             )

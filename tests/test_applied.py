@@ -318,6 +318,31 @@ def test_numbers_of_a_condition_name_its_texts() -> None:
     assert drawn["none+pre_norm"].tolist() == ["sampled text (temperature 1)"]
 
 
+def test_what_a_changed_drafter_fuses_of_a_rounded_target(tmp_path: Path) -> None:
+    """The noise scale of a condition is that of the drafter that it measures."""
+    swap = '[{kind = "swap_norm", fusion_norm = "per_layer"}]'
+    conditions = f"""applied.conditions=[{{name = "swapped", interventions = {swap}}},
+ {{name = "int4", quantize = "int4"}},
+ {{name = "both", quantize = "int4", interventions = {swap}}}]"""
+    chosen = 'applied.variants=["none+pre_norm"]'
+    asked = spec(ANALYSIS.replace("noisy", "both"), conditions.replace("\n", ""), chosen)
+    run = run_experiment(asked, tmp_path / "r", quiet=True)
+    shift, rows = run.table("shift"), run.steps[run.steps["depth"] == 1]
+    read = rows[rows["mode"] == "free"].groupby(["cell", "prompt"])["rms_input"].mean()
+    out = shift[shift["place"] == "fuse.out"].set_index(["cell", "prompt"])["rms"]
+    for prompt in run.prompts["prompt"]:
+        for condition, unrounded in (("both", "/swapped"), ("int4", "")):
+            there = out[f"none+pre_norm/s0/{condition}", prompt]
+            assert there == pytest.approx(read[f"none+pre_norm/s0{unrounded}", prompt], rel=1e-5)
+
+
+def test_a_filler_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    condition = 'applied.conditions=[{name = "f", context = {tokens = 9, filler = "no.txt"}}]'
+    asked = spec(ANALYSIS.replace("noisy", "f"), condition)
+    with pytest.raises(ConfigError, match=r"context.filler is not read.*\(got no.txt\)"):
+        run_experiment(asked, tmp_path / "r", quiet=True)
+
+
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:
     out = small.home() / "own"
     only = 'applied.conditions=[{name="pinned", interventions=[{kind="pin_norm"}]}]'

@@ -184,6 +184,17 @@ def test_probe_measures_a_drafter_of_a_run(call: Call, out: Path, refused: Any) 
     assert "report.html is a file" in refused(*words)
 
 
+def test_sampled_text_of_a_run_can_be_probed(call: Call, out: Path, refused: Any) -> None:
+    cell = Path(DRAFTER).relative_to("done/drafters")
+    words = ["probe", "--target", "micro", "--drafter", DRAFTER, "--prompts", "micro", "--limit", 3]
+    words += ["--tokens", 24, "--depth", 4, "--temperature", 1, "--batch", 8, "--out"]
+    assert call(*words, out / "same")[0] == 0
+    code, said, _ = call("compare", f"done:{cell}", out / "same")
+    assert code == 0 and "sampled text (temperature 1), 3 prompts" in said
+    assert call(*words, out / "other", "--seed", 1)[0] == 0
+    assert "text of 3 of 3 prompts" in refused("compare", f"done:{cell}", out / "other")
+
+
 def test_sites_lists_them_all(call: Call) -> None:
     code, said, _ = call("sites", "--boundaries", 2)
     assert code == 0

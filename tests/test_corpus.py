@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pairs
 import pytest
 import torch
+from test_prompts import tokenizer
 
 from driftlab.data.corpus import Source, Writing, read_given, write_corpus
 from driftlab.data.grammar import WordTokenizer, stories
@@ -198,19 +200,28 @@ def test_given_texts_are_read_in_order_up_to_a_count(tmp_path: Path) -> None:
         },
         {"prompt": said(3), "response": said(6)},
     )
-    texts = read_given(path, WordTokenizer(), max_tokens=10)
+    texts, templates = read_given(path, WordTokenizer(), max_tokens=10)
+    assert templates == {None}
     assert [(t.kind, t.temperature, t.prompt_len, len(t.tokens)) for t in texts] == [
         ("given", None, 4, 9),
         ("given", None, 5, 7),
     ]
-    assert len(read_given(path, WordTokenizer(), max_tokens=1000)) == 3
+    assert len(read_given(path, WordTokenizer(), max_tokens=1000)[0]) == 3
+
+
+def test_given_texts_name_their_chat_templates(tmp_path: Path) -> None:
+    path = given_file(tmp_path, {"prompt": "Hi", "response": "Hello"})
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    (text,), templates = read_given(path, tokenizer(template), max_tokens=1000)
+    assert text.prompt_len == 4  # in brackets
+    assert templates == {hashlib.sha256(template.encode()).hexdigest()}
 
 
 def test_lines_end_where_the_prompts_say(tmp_path: Path) -> None:
     """A carriage return inside an object is white space, for prompt and response alike."""
     path = tmp_path / "given.jsonl"
     path.write_bytes(f'{{"prompt": "{said(3)}",\r"response": "{said(1)}"}}\r\n'.encode())
-    (text,) = read_given(path, WordTokenizer(), max_tokens=1000)
+    (text,), _ = read_given(path, WordTokenizer(), max_tokens=1000)
     assert len(text.tokens) == text.prompt_len + 1
 
 

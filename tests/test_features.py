@@ -41,7 +41,7 @@ class Counting:
         self.checked: list[list[int]] = []
 
     def check_boundaries(self, boundaries: Sequence[int]) -> None:
-        if max(boundaries) > 3:
+        if any(b > 3 for b in boundaries):
             raise ContractError("boundary outside 0..3")
 
     def self_check(self, tokens: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Counting:
         time.sleep(self.pause)
         where = torch.arange(tokens.shape[1])[None, :, None].expand(*tokens.shape, WIDTH)
         base = tokens[..., None] + 0.001 * where
-        aux = torch.cat([base + 100 * b for b in boundaries], -1)
+        aux = torch.cat([base[..., :0], *(base + 100 * b for b in boundaries)], -1)
         return SimpleNamespace(aux=aux, last=-base)
 
 
@@ -105,6 +105,27 @@ def test_items_are_the_states_of_their_text(tmp_path: Path) -> None:
         base = base.expand(-1, WIDTH)
         torch.testing.assert_close(item["aux"], torch.cat([base + 100 * b for b in BOUNDARIES], -1))
         torch.testing.assert_close(item["last"], -base)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_states_are_kept_as_the_target_computes_them(tmp_path: Path, dtype: str) -> None:
+    """Float16 states rounded to bfloat16 are twice as far from float32's."""
+    source: Any = Counting()
+    source.dtype = getattr(torch, dtype)
+    stored = FeatureStore(tmp_path).build(source, texts(), BOUNDARIES)
+    kept = "float32" if dtype == "float64" else dtype
+    assert stored.manifest["dtype"] == kept
+    assert stored.item(0)["aux"].dtype == getattr(torch, kept)
+
+
+def test_without_boundaries_the_last_state_is_what_is_read(tmp_path: Path) -> None:
+    stored = FeatureStore(tmp_path).build(Counting(), texts(), (), dtype="float32")
+    assert stored.manifest["boundaries"] == []
+    item = stored.item(3)
+    assert item["aux"].shape == (len(texts()[3].tokens), WIDTH)
+    assert torch.equal(item["aux"], item["last"])
+    batch = next(stored.batches(4, seed=0, epoch=0, max_length=99))
+    assert torch.equal(batch.aux, batch.last) and batch.aux.abs().sum() > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -161,7 +182,7 @@ def test_whatever_states_are_made_of_is_in_the_key(tmp_path: Path) -> None:
         store.build(target, given, BOUNDARIES).key,
         store.build(other, given, BOUNDARIES).key,
         store.build(target, given, (0, 1, 3)).key,
-        store.build(target, given, BOUNDARIES, dtype="float32").key,
+        store.build(target, given, BOUNDARIES, dtype="bfloat16").key,
         store.build(target, given[::-1], BOUNDARIES).key,
         store.build(target, [longer, given[1]], BOUNDARIES).key,
         store.build(target, [renamed, given[1]], BOUNDARIES).key,

@@ -358,6 +358,18 @@ def test_speculation_says_what_the_target_says(lab: Lab) -> None:
         assert lab.speculate(prompt, depth=3, max_new_tokens=8).tokens == said.tokens
 
 
+def test_a_drafter_that_fuses_nothing_drafts_from_the_last_state(tmp_path: Path) -> None:
+    """The probe's drafts are those of verified speculation, which reads the target itself."""
+    bare = driftlab.open(make_target(), make_drafter(boundaries=()), cache=tmp_path)
+    rows = bare.probe(PROMPTS[:1], depth=3, max_new_tokens=12).steps
+    free = rows[rows["mode"] == "free"].set_index(["anchor", "depth"])["draft"]
+    rounds = bare.speculate(PROMPTS[0], depth=3, max_new_tokens=12).rounds
+    seen = [r for r in rounds if (r.anchor, 1) in free.index]
+    assert len(seen) >= 6
+    for r in seen:
+        assert free.loc[r.anchor].tolist() == list(r.drafted)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [

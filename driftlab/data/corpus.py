@@ -80,6 +80,11 @@ def refuse_repeated(prompts: Sequence[Sequence[int]], names: Sequence[str]) -> N
         )
 
 
+MEASURED_SEED = 1
+"""Texts that a run measures on are drawn with its ``text.seed`` plus this, not as those that it
+learns from."""
+
+
 @dataclass(frozen=True)
 class Writing:
     """How a corpus is written.
@@ -264,8 +269,9 @@ class _Corpus:
 
 def read_given(
     path: str | Path, tokenizer: Any, *, max_tokens: int, limit: int | None = None
-) -> list[Text]:
-    """Whole texts from a .jsonl file, up to ``max_tokens`` tokens in all, in the file's order.
+) -> tuple[list[Text], set[str | None]]:
+    """Whole texts from a .jsonl file, up to ``max_tokens`` tokens in all, in the file's order; and
+    the hashes of their prompts' chat templates, None for a prompt without one.
 
     Each line holds ``prompt`` and ``response``, or ``messages`` that end with the assistant's;
     the prompt is rendered with the chat template where there is one. ``limit`` is the longest
@@ -279,6 +285,7 @@ def read_given(
     prompts = load_prompts(path)
     responses = _responses(Path(path).read_bytes(), str(path))
     texts: list[Text] = []
+    templates: set[str | None] = set()
     total = 0
     for prompt, (number, response) in zip(prompts, responses, strict=True):
         if not response:
@@ -304,10 +311,11 @@ def read_given(
                 remedy="Shorten or remove it.",
             )
         texts.append(text)
+        templates.add(source.template_sha)
         total += len(text.tokens)
         if total >= max_tokens:
             break
-    return texts
+    return texts, templates
 
 
 def _responses(raw: bytes, where: str) -> Iterator[tuple[int, str | None]]:

@@ -90,7 +90,10 @@ class StateSource(Protocol):
 
 
 class Item(TypedDict):
-    """States of one text: tokens [S] int64, aux [S, A*Ht], last [S, Ht] in the stored dtype."""
+    """States of one text: tokens [S] int64, aux [S, A*Ht], last [S, Ht] in the stored dtype.
+
+    Without boundaries ``aux`` is ``last``: what a drafter reads that fuses nothing.
+    """
 
     tokens: Tensor
     prompt_len: int
@@ -106,7 +109,7 @@ class Batch(NamedTuple):
     tokens: [B, S] int64.
     lengths: [B] int64, tokens of each text (after truncation).
     prompt_lens: [B] int64; positions before it are prompt and bear no loss.
-    aux: [B, S, A*Ht] in the stored dtype.
+    aux: [B, S, A*Ht] in the stored dtype; ``last`` without boundaries.
     last: [B, S, Ht] in the stored dtype.
     rows: index of each text in ``Features.texts``.
     """
@@ -141,7 +144,7 @@ class FeatureStore:
         texts: Sequence[Text],
         boundaries: Sequence[int],
         *,
-        dtype: Dtype = "bfloat16",
+        dtype: Dtype | None = None,
         batch: int | None = None,
         progress: str = "",
     ) -> Features:
@@ -150,7 +153,8 @@ class FeatureStore:
         Parameters
         ----------
         boundaries: ascending residual-stream ids, 0 .. n.
-        dtype: of the stored states; the target computes in its own.
+        dtype: of the stored states; None takes the one that the target computes in (float32
+            where that is no kind of stored states).
         batch: texts in one forward pass; None takes ``CAPTURED``, and no remedy names it.
         progress: title of the progress bar; none is shown without it.
 
@@ -166,6 +170,8 @@ class FeatureStore:
         """
         if not texts:
             raise DataError("no texts to store states of", remedy="Give at least one text.")
+        own: Dtype = next((d for d in get_args(Dtype) if _DTYPES[d] is target.dtype), "float32")
+        dtype = dtype or own
         if dtype not in _DTYPES:
             raise DataError("unknown dtype", got=dtype, remedy=f"Use {', '.join(_DTYPES)}.")
         target.check_boundaries(boundaries)
@@ -312,7 +318,7 @@ class Features:
         return Item(
             tokens=torch.tensor(text.tokens, dtype=torch.int64),
             prompt_len=text.prompt_len,
-            aux=rows[:, : self._aux_width],
+            aux=rows[:, : self._aux_width or None],
             last=rows[:, self._aux_width :],
         )
 
@@ -370,8 +376,8 @@ class Features:
         lengths = [min(len(self.texts[i].tokens), max_length) for i in rows]
         size = max(lengths)
         tokens = torch.zeros(len(rows), size, dtype=torch.int64)
-        aux = torch.zeros(len(rows), size, self._aux_width, dtype=self._dtype)
         last = torch.zeros(len(rows), size, self._width - self._aux_width, dtype=self._dtype)
+        aux = torch.zeros(len(rows), size, self._aux_width or last.shape[-1], dtype=self._dtype)
         for b, (i, n) in enumerate(zip(rows, lengths, strict=True)):
             item = self.item(i)
             tokens[b, :n] = item["tokens"][:n]

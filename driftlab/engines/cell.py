@@ -255,8 +255,8 @@ def _measure(
             rows = [i for prompt in prompts for i in by_prompt[prompt]]
             with apply(drafter, applied) as changed:
                 measured = _probe_rows(changed, features, teacher, rows, job.measure)
-            for i in rows:
-                _compare(job, drafter, features, reference, i, measured[i])
+                for i in rows:
+                    _compare(job, changed, features, reference, i, measured[i])
             for prompt in missing:
                 tables: dict[str, dict] = {}
                 for i in by_prompt[prompt]:
@@ -310,18 +310,19 @@ def _compare(
         tables["agreement"] = {"text": text.kind, "layer": np.array(job.rows.layers), **found}
     if reference is not None:
         before = reference.item(index)["aux"].to(aux.dtype)
-        tables["shift"] = {"text": text.kind, **_shift(drafter, before[anchors], aux[anchors])}
+        tables["shift"] = {"text": text.kind, **_shift(drafter, before, aux, anchors)}
 
 
-def _shift(drafter: Drafter, before: Tensor, after: Tensor) -> Columns:
-    """How far ``after`` [T, A*Ht] lies from ``before``: each captured state, then what is fused."""
+def _shift(drafter: Drafter, before: Tensor, after: Tensor, anchors: Tensor) -> Columns:
+    """How far ``after`` [S, A*Ht] lies from ``before`` at ``anchors`` [T]: each captured state as
+    the target gives it, then what the drafter fuses of both."""
     width = drafter.config.target_hidden_size
     pairs = {
-        f"fuse.in.{i}": tuple(x[:, i * width : (i + 1) * width] for x in (before, after))
+        f"fuse.in.{i}": tuple(x[anchors, i * width : (i + 1) * width] for x in (before, after))
         for i in range(len(drafter.config.boundaries))
     }
     with torch.inference_mode():
-        pairs["fuse.out"] = tuple(drafter.fuse(x[None])[0] for x in (before, after))
+        pairs["fuse.out"] = tuple(drafter.fuse(x[None])[0][anchors] for x in (before, after))
     rows = []
     for place, (was, now) in pairs.items():
         size, error = measures.rms(was), measures.rms(now - was)

@@ -67,7 +67,8 @@ def statistics(
     total = torch.zeros(2, len(boundaries), len(chosen), dtype=torch.float64)
     count = 0
     for aux in states:
-        rows = aux[1:].cpu().unflatten(-1, (len(boundaries), width))[:, :, chosen].double()
+        rows = aux[1:, : len(boundaries) * width].cpu()
+        rows = rows.unflatten(-1, (len(boundaries), width))[:, :, chosen].double()
         total += torch.stack([rows.sum(0), rows.square().sum(0)])
         count += len(rows)
         if count >= TOKENS:

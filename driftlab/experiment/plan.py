@@ -23,8 +23,15 @@ from driftlab.config import (
     Sourced,
     TrainSpec,
 )
-from driftlab.data.corpus import Source, Writing, read_given, refuse_repeated, write_corpus
-from driftlab.data.features import Dtype, Features, FeatureStore
+from driftlab.data.corpus import (
+    MEASURED_SEED,
+    Source,
+    Writing,
+    read_given,
+    refuse_repeated,
+    write_corpus,
+)
+from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows, store_rows
 from driftlab.engines.cell import SWITCHES, CellJob, Learning
@@ -185,7 +192,7 @@ class Plan:
         found: list[Text] = []
         for temperature in temperatures:
             new = self._new_tokens(measured=True)
-            writing = Writing(new, temperature, spec.seed + 1, spec.batch)
+            writing = Writing(new, temperature, MEASURED_SEED + spec.seed, spec.batch)
             shown = self._label(f"{label}, temperature {temperature}")
             found += write_corpus(writer, held, writing, self.cache / "texts", progress=shown)
         if not any(len(measurable_anchors(t, measure)) for t in found):
@@ -205,12 +212,13 @@ class Plan:
                     got=target.name,
                     remedy="Leave text.given out, or name a target that has one.",
                 )
-            return read_given(
+            texts, self.templates = read_given(
                 spec.given,
                 target.tokenizer,
                 max_tokens=spec.train_tokens,
                 limit=target.max_position,
             )
+            return texts
         prompts = find_prompts(str(spec.train_prompts), target, "train", self.room)
         self.templates = {p.rendered.template_sha if p.rendered else None for p in prompts}
         writing = Writing(
@@ -231,9 +239,8 @@ class Plan:
     def states(self, texts: Sequence[Text], label: str, target: Target | None = None) -> Features:
         """States of ``target`` (the unchanged one by default) on ``texts``, stored once."""
         target = target or self.target
-        dtype: Dtype = "float32" if str(target.dtype) == "torch.float32" else "bfloat16"
         shown = self._label(label)
-        return self.store.build(target, texts, self.boundaries, dtype=dtype, progress=shown)
+        return self.store.build(target, texts, self.boundaries, progress=shown)
 
     def rows(
         self, texts: Sequence[Text], layers: Sequence[int], label: str, *, measured: bool

@@ -177,6 +177,12 @@ def rendering_of(condition: Condition, target: Target) -> Rendering:
 def _filler(context: Context, target: Target) -> str:
     """About ``context.tokens`` tokens of text, the same for every prompt."""
     if target.tokenizer is None:
+        if context.filler != Context.model_fields["filler"].default:
+            raise ConfigError(
+                f"context.filler is not read: {target.name} has no tokenizer",
+                got=context.filler,
+                remedy="Leave it out: its context is made of stories of its own.",
+            )
         ids: list[int] = []
         for story in grammar.stories(1 + context.tokens // 40, _FILLER_SEED):
             ids += story[1:-1]

@@ -409,7 +409,8 @@ def _refuse_unlike(runs: Sequence[_Run]) -> None:
     chains = [modes(t) for t in (a, b)]
     if not set(chains[0]) & set(chains[1]):
         remedy = "Measure one of them again with measure.modes of the other."
-        unlike.differ("chains", *(", ".join(there) or "none" for there in chains), remedy)
+        one, other = (", ".join(there) or "none" for there in chains)
+        unlike.differ("chains", one, other, remedy)
     unlike.refuse()
 
 
@@ -442,7 +443,7 @@ def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side], kind: Tex
             "tokens_sha",
             "text",
             "The target wrote other text: measure both with the same prompts, temperature, "
-            "length and text seed (a shared cache gives the same texts).",
+            "length, seed and batch of text (a shared cache gives the same texts).",
         ),
         ("n_prompt", "rendered prompt", "Measure both with the same template and BOS."),
         ("n_anchors", "anchors", "Measure both with the same depth, length and max_anchors."),

@@ -182,6 +182,8 @@ def _headline(tables: Tables, kind: TextKind, title: str) -> str:
         "do not; both weight prompts alike unless pooled over rounds. Growth is a ratio of "
         "geometric mean RMS. @ marks the depth."
     )
+    if any(group.condition for group in piece.groups):
+        caption += " Fed back: as handed on, before a condition changes it on its way."
     return f"<h2>{_text(title)}</h2>" + _table(["variant", *columns], rows, caption)
 
 

@@ -42,15 +42,15 @@ _ATTENTION_TEXT = {
     "sink_rate": "share of heads with more than 0.3 of their mass on the sink set",
 }
 _NORM_TEXT = {
-    "rms_input": "depth 1: fused input; depth >= 2: the state that was fed back",
+    "rms_input": "depth 1: fused input; depth >= 2: the state that arrives, after interventions",
     "rms_state_pre": "drafter state before the final norm",
     "rms_state_post": "drafter state after the final norm",
-    "rms_feedback": "what the next depth receives",
+    "rms_feedback": "what is handed to the next depth, before interventions on its way",
     "rms_attn_out": "what the attention block writes",
     "rms_mlp_out": "what the MLP writes",
     "l2_state_pre": "drafter state before the final norm",
     "l2_state_post": "drafter state after the final norm",
-    "l2_feedback": "what the next depth receives",
+    "l2_feedback": "what is handed to the next depth, before interventions on its way",
 }
 
 
@@ -168,14 +168,8 @@ SCHEMAS: dict[str, pa.Schema] = {
             _field("axis", _S, "trained|applied", "retrained, or toggled on a trained drafter"),
             _field("condition", _S, "name", "applied condition; empty for none"),
             _field("status", _S, "name", "done, or why not"),
-            _field("n_parameters", _I8, "1", "trainable parameters", null=True),
-            _field(
-                "train_steps",
-                _I4,
-                "steps",
-                "optimiser steps, later ones than the kept weights' too",
-                null=True,
-            ),
+            _field("n_parameters", _I8, "1", "all but the embedding's", null=True),
+            _field("train_steps", _I4, "steps", "taken; some follow the kept weights", null=True),
             _field("train_tokens", _I8, "tokens", "tokens seen in these steps", null=True),
             _field("train_loss", _F8, "nats", "mean loss of the last 20 steps kept", null=True),
             _field("coverage", _F8, "share", "draft vocabulary's share of the text", null=True),
@@ -247,13 +241,13 @@ SCHEMAS["agreement"] = _schema(
 )
 SCHEMAS["shift"] = _schema(
     "shift",
-    "one per (cell, prompt, text, place): how far what the drafter reads lies from what the "
-    "unchanged target gives on the same tokens",
+    "one per (cell, prompt, text, place): how far the rounded target's states lie from those of "
+    "the unchanged target on the same tokens, and what the condition's drafter fuses of either",
     [
         *(_CELL, _PROMPT, _TEXT),
         _field("place", _S, "name", "fuse.in.{i}, or fuse.out: the fused input"),
         _field("n", _I4, "anchors", "anchors in the mean"),
-        _field("rms", _F4, "rms", "what the unchanged target gives"),
+        _field("rms", _F4, "rms", "of the unchanged target"),
         _field("rms_error", _F4, "rms", "the difference to it"),
         _field("alpha", _F4, "1", "mean of rms_error / rms: the scale of noise()"),
     ],
