@@ -30,7 +30,7 @@ from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
 from driftlab.results.registered import changed_since, registered
-from driftlab.results.report import _headline
+from driftlab.results.report import _headline, _texts
 from driftlab.results.slices import TextKind, take, without_conditions
 from driftlab.results.stats import estimate
 
@@ -483,7 +483,15 @@ def test_a_loop_is_left_out_of_the_condition_that_it_is_in() -> None:
     texts["loops"] = (texts["condition"] == "bare") & (texts["prompt"] == prompt)
     looping = replace(tables, extra={**tables.extra, "texts": texts}, cache={})
     piece = take(looping, "free")
-    assert piece.left_out == 1
+    assert (piece.texts[""].left_out, piece.texts["bare"].left_out) == (0, 1)
+    assert piece.over(piece.groups).startswith("sampled text (temperature 1), 3 prompts x 1 seed; ")
+    assert "; bare on sampled text (temperature 1) of its own, 1 looping text left out" in (
+        piece.basis
+    )
+    page = " ".join(_texts(looping).split())
+    assert "texts loop. Looping text" in page and f"{prompt} (sampled, bare)" in page
+    row = _headline(looping, TextKind("sampled", 1.0), "x")
+    assert "bare (applied), on sampled text (temperature 1) of its own, 1 looping text" in row
     for group in piece.groups:
         there = np.isfinite(piece.at(group, "n", 1))[0, piece.prompts.index(prompt)]
         assert there == (group.condition != "bare"), group.label

@@ -93,12 +93,12 @@ def test_settings_of_training_are_read_from_a_variant_s_name() -> None:
 def test_looping_texts_are_left_out_and_counted(tables: Tables) -> None:
     piece = take(tables, "free")
     assert "story-03" not in piece.prompts
-    assert piece.left_out == 1
+    assert piece.texts[""].left_out == 1
     assert "1 looping text left out" in piece.basis
     every = replace(tables, prompts=tables.prompts.assign(loops=True), cache={})
     piece = take(every, "free")
     assert len(piece.prompts) == 5
-    assert piece.all_loop and piece.left_out == 0
+    assert piece.texts[""].all_loop and piece.texts[""].left_out == 0
     assert "all texts loop" in piece.basis
 
 
@@ -107,7 +107,7 @@ def test_texts_too_short_for_the_depth_are_counted(tables: Tables) -> None:
     short = rows.iloc[:2].assign(prompt=["s-1", "s-2"], n_anchors=0, loops=True)
     more = replace(tables, prompts=pd.concat([tables.prompts, short]), cache={})
     piece = take(more, "free")
-    assert (piece.unmeasured, piece.left_out) == (2, 1)
+    assert (piece.texts[""].unmeasured, piece.texts[""].left_out) == (2, 1)
     assert "2 texts too short for the depth" in piece.basis
     assert basis(more).endswith("95% bootstrap intervals over seeds and prompts, percentile")
 

@@ -120,7 +120,8 @@ class Numbers:
     def basis(self) -> str:
         if self.explained is not None:
             return self.explained.basis
-        looping = f"; {self.free.left_out} looping left out" if self.free.left_out else ""
+        left_out = sum(texts.left_out for texts in self.free.texts.values())  # of all rows
+        looping = f"; {left_out} looping left out" if left_out else ""
         return f"{self.free.kind}, {self.size}{looping}"
 
     def group(

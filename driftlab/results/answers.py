@@ -310,7 +310,7 @@ def answers(run: RunDirectory | Tables, kind: TextKind | None = None) -> list[An
 def _loops(tables: Tables, kind: TextKind | None) -> list[Answer]:
     """That every text loops, so that all numbers below are of looping text; else empty."""
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    if not piece.all_loop:
+    if not piece.texts[""].all_loop:
         return []
     said = f"{all_loop(piece.kind, len(piece.prompts))}."
     return [Answer("Is the text fit to measure on?", said, {}, piece.basis)]

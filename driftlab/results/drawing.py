@@ -216,11 +216,15 @@ class FigureSpec:
 
     def caption(self, frame: pd.DataFrame) -> str:
         """What is drawn, over what, with which interval."""
-        texts = ", ".join(dict.fromkeys(frame["text"]))
+        left_out = frame.groupby("text", sort=False)["left_out"].max()
+        told = [f"{n} looping text{'s' * (n != 1)} left out" if n else "" for n in left_out]
+        loops = f"; {told[0]}" if told[0] and len(told) == 1 else ""
+        texts = ", ".join(
+            f"{text} ({said})" if said and not loops else text
+            for text, said in zip(left_out.index, told, strict=True)
+        )
         kinds = " and ".join(m for m in dict.fromkeys(frame["mode"]) if m)
         basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
-        left_out = int(frame["left_out"].max())
-        loops = f"; {left_out} looping text{'s' * (left_out != 1)} left out" if left_out else ""
         seeds = frame.groupby("variant")["seeds"].max()
         size = count(int(frame["prompts"].max()), int(seeds.max()), int(seeds.min()))
         return (

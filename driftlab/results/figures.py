@@ -123,10 +123,11 @@ def _based(frame: pd.DataFrame, piece: Slice, *, estimated: bool = False) -> pd.
     drawn, method = piece.intervals
     method = method if estimated else "percentile"
     frame["interval"] = f"95% bootstrap over {drawn}, {piece.resamples} draws, {method}"
-    kinds = {g.label: str(piece.kind_of(g)) for g in piece.groups}
-    frame["text"] = frame["variant"].map(kinds).fillna(str(piece.kind))  # effects have none
+    texts = {g.label: piece.texts_of(g) for g in piece.groups}
+    each = [texts.get(name, piece.texts[""]) for name in frame["variant"]]  # effects have none
+    frame["text"] = [f"{t.kind}{', all looping' if t.all_loop else ''}" for t in each]
     frame["mode"] = piece.mode or ""
-    frame["left_out"] = piece.left_out
+    frame["left_out"] = [t.left_out for t in each]
     return frame
 
 

@@ -29,7 +29,7 @@ from driftlab.results.drawing import PAGE
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
-from driftlab.results.slices import TextKind, take, text_kinds, texts_of
+from driftlab.results.slices import TextKind, take, text_kinds
 from driftlab.results.stats import Estimate
 
 __all__ = ["Answer", "answers", "summary_table", "write_report"]
@@ -169,10 +169,10 @@ def _headline(tables: Tables, kind: TextKind, title: str) -> str:
     numbers = summary(tables, kind)
     columns = list(dict.fromkeys(c for row in numbers.values() for c in row))
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    texts = {g.label: texts_of(tables, g, kind)[0] for g in piece.groups}
+    apart = {g.label: words for g in piece.groups if (words := piece.apart(g))}
     rows = [
         [
-            label if texts.get(label, kind) == kind else f"{label}, on {texts[label]}",
+            f"{label}, {apart[label]}" if label in apart else label,
             *(_number(row[c]) if c in row else "n/a" for c in columns),
         ]
         for label, row in numbers.items()
@@ -253,11 +253,15 @@ def _other_text(tables: Tables, kind: TextKind) -> str:
 
 
 def _texts(tables: Tables) -> str:
-    prompts = tables.prompts
+    import pandas as pd
+
+    prompts = tables.prompts.assign(condition="")
     if not len(prompts):
         return ""
+    if "texts" in tables.extra:
+        prompts = pd.concat([prompts, tables.extra["texts"]], ignore_index=True)
     counts = (
-        prompts.groupby(["category", "text"], observed=True)
+        prompts.groupby(["condition", "category", "text"], observed=True)
         .agg(
             texts=("prompt", "size"),
             loops=("loops", "sum"),
@@ -268,14 +272,23 @@ def _texts(tables: Tables) -> str:
     )
     rows = counts.astype(object).to_numpy().tolist()
     out = ["<h2>Texts</h2>"]
-    out.append(_table(["category", "text", "texts", "looping", "tokens", "anchors"], rows))
-    loops = prompts[prompts["loops"]]
+    head = ["condition", "category", "text", "texts", "looping", "tokens", "anchors"]
+    if not any(row[0] for row in rows):
+        head, rows = head[1:], [row[1:] for row in rows]
+    out.append(_table(head, rows))
+    loops = prompts[prompts["loops"].astype(bool)]
     if len(loops):
-        names = [f"{p} ({t})" for p, t in zip(loops["prompt"], loops["text"], strict=True)]
+        each = zip(loops["prompt"], loops["text"], loops["condition"], strict=True)
+        names = [f"{p} ({', '.join(filter(None, (t, c)))})" for p, t, c in each]
         shown = "".join(f'<li><span class="flag">{_text(n)}</span></li>' for n in names[:50])
         more = f"<li>and {len(names) - 50} more</li>" if len(names) > 50 else ""
         mode = preferred(tables, "free", "forced")
-        kept = [str(k) for k in text_kinds(tables) if take(tables, mode, k).all_loop]
+        kept = {
+            f"{texts.kind}{f' of {condition}' if condition else ''}": None
+            for k in text_kinds(tables)
+            for condition, texts in take(tables, mode, k).texts.items()
+            if texts.all_loop
+        }
         but = f", but for {' and '.join(kept)}, of which all texts loop" if kept else ""
         out.append(
             f"<p>{len(loops)} of {len(prompts)} texts loop. Looping text flatters every drafter, "

@@ -230,6 +230,33 @@ def _order(group: Group) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Texts that groups were measured on.
+
+    Attributes
+    ----------
+    left_out: looping texts that were left out; none when ``all_loop``.
+    unmeasured: texts without one measured anchor: too short for the depth.
+    all_loop: every text loops, and none was left out.
+    """
+
+    kind: TextKind
+    left_out: int = 0
+    unmeasured: int = 0
+    all_loop: bool = False
+
+    @property
+    def faults(self) -> list[str]:
+        """What a reader must know of them, in words."""
+        said = [f"{_texts(self.left_out, 'looping')} left out"] if self.left_out else []
+        if self.all_loop:
+            said.append("all texts loop and none could be left out")
+        if self.unmeasured:
+            said.append(f"{_texts(self.unmeasured)} too short for the depth")
+        return said
+
+
+@dataclass(frozen=True)
 class Slice:
     """One kind of text and one mode of a run, as dense arrays [group, seed, prompt, index].
 
@@ -237,22 +264,15 @@ class Slice:
 
     Attributes
     ----------
-    others: conditions whose texts are of another kind than ``kind``, and that kind.
-    left_out: looping texts that were left out; none when ``all_loop``.
-    unmeasured: texts of this kind without one measured anchor: too short for the depth.
-    all_loop: every text loops, and none was left out.
+    texts: by condition that has texts of its own; the run's under the empty name.
     """
 
-    kind: TextKind
-    others: Mapping[str, TextKind]
+    texts: Mapping[str, Texts]
     mode: Mode | None
     groups: tuple[Group, ...]
     seeds: tuple[int, ...]
     prompts: tuple[str, ...]
     index: tuple[int, ...]
-    left_out: int
-    unmeasured: int
-    all_loop: bool
     resamples: int
     frame: pd.DataFrame = field(repr=False)
     positions: tuple[np.ndarray, ...] = field(repr=False)
@@ -267,26 +287,38 @@ class Slice:
         """The same of some groups' numbers."""
         return f"{self.mode} chains on {self.over(groups)}" if self.mode else self.over(groups)
 
-    def kind_of(self, group: Group) -> TextKind:
-        """The kind of text that a group was measured on."""
-        return self.others.get(group.condition, self.kind)
+    @property
+    def kind(self) -> TextKind:
+        """Of the run's texts."""
+        return self.texts[""].kind
+
+    def texts_of(self, group: Group) -> Texts:
+        """The texts that a group was measured on."""
+        return self.texts.get(group.condition, self.texts[""])
 
     def over(self, groups: Iterable[Group]) -> str:
         """The texts that the numbers of ``groups`` come from, and what was left out of these."""
         fewest, most = self._seeds_of_a_group
-        said = [f"{self.kind}, {count(len(self.prompts), most, fewest)}"]
-        theirs: dict[TextKind, dict[str, None]] = {}
+        groups = list(groups)
+        plain = [g for g in groups if not self.apart(g)]
+        shown = np.isin(self.positions[0], [self.groups.index(g) for g in plain or groups])
+        size = len(np.unique(self.positions[2][shown]))
+        said = [f"{self.kind}, {count(size, most, fewest)}", *self.texts[""].faults]
+        theirs: dict[str, dict[str, None]] = {}
         for group in groups:
-            if group.condition in self.others:
-                theirs.setdefault(self.kind_of(group), {})[group.condition] = None
-        said += [f"{', '.join(names)} on {kind}" for kind, names in theirs.items()]
-        if self.left_out:
-            said.append(f"{_texts(self.left_out, 'looping')} left out")
-        if self.all_loop:
-            said.append("all texts loop and none could be left out")
-        if self.unmeasured:
-            said.append(f"{_texts(self.unmeasured)} too short for the depth")
-        return "; ".join(said)
+            if words := self.apart(group):
+                theirs.setdefault(words, {})[group.condition] = None
+        return "; ".join(
+            [*said, *(f"{', '.join(names)} {words}" for words, names in theirs.items())]
+        )
+
+    def apart(self, group: Group) -> str:
+        """How a group's texts differ from the run's, in words; empty where they do not."""
+        run, own = self.texts[""], self.texts_of(group)
+        if own == run:
+            return ""
+        whose = " of its own" if own.kind == run.kind else ""
+        return ", ".join([f"on {own.kind}{whose}", *own.faults])
 
     @property
     def intervals(self) -> tuple[str, str]:
@@ -433,15 +465,14 @@ def _take(
     if kind.temperature is not None and "temperature" in frame:
         chosen &= np.isclose(frame["temperature"].to_numpy(float), kind.temperature)
     # A condition that sets the temperature has one kind of text, its own, and stands for itself.
-    others = _of_other_kind(tables, kind)
-    chosen |= condition.isin({*others}).to_numpy()
+    chosen |= condition.isin({*_of_other_kind(tables, kind)}).to_numpy()
     frame, condition = frame[chosen], condition[chosen]
     if not len(frame):
         what = " ".join(filter(None, (mode, "chains on" if mode else "", str(kind))))
         raise RunError(
             f"the run has no finished cell with {what}", remedy="See the run's table cells."
         )
-    frame, left_out, all_loop = _without_loops(frame, condition, tables)
+    frame, texts = _without_loops(frame, condition, tables, kind)
     by_cell = cells.set_index("cell")
     seeds = tuple(sorted(by_cell.loc[frame["cell"].unique(), "seed"].unique().tolist()))
     prompts = tuple(sorted(frame["prompt"].astype(str).unique()))
@@ -455,16 +486,12 @@ def _take(
         np.searchsorted(index, frame[key].to_numpy(int)),
     )
     return Slice(
-        kind,
-        others,
+        texts,
         mode,
         tuple(all_groups[g] for g in shown),
         seeds,
         prompts,
         index,
-        left_out,
-        _unmeasured(tables, kind),
-        all_loop,
         resamples(tables),
         frame,
         positions,
@@ -494,48 +521,42 @@ def _of_other_kind(tables: Tables, kind: TextKind) -> dict[str, TextKind]:
 def texts_of(tables: Tables, group: Group, kind: TextKind) -> tuple[TextKind, pd.DataFrame]:
     """The texts that ``take`` reads for ``group``, as rows of table ``prompts``, and their kind:
     those of its condition where that has texts of its own."""
-    rows = tables.extra.get("texts")
-    if rows is not None and (rows["condition"].astype(str) == group.condition).any():
-        kind = _of_other_kind(tables, kind).get(group.condition, kind)
-        rows = rows[rows["condition"].astype(str) == group.condition]
-    else:
-        rows = tables.prompts
-    return kind, rows[rows["text"].astype(str) == kind.text]
+    kind = _of_other_kind(tables, kind).get(group.condition, kind)
+    return kind, _rows_of(tables, group.condition, kind)
+
+
+def _rows_of(tables: Tables, condition: str, kind: TextKind) -> pd.DataFrame:
+    rows = tables.prompts
+    if condition in with_own_texts(tables):
+        rows = tables.extra["texts"]
+        rows = rows[rows["condition"].astype(str) == condition]
+    return rows[rows["text"].astype(str) == kind.text]
+
+
+def with_own_texts(tables: Tables) -> set[str]:
+    """Conditions that have texts of their own."""
+    texts = tables.extra.get("texts")
+    return set() if texts is None else set(texts["condition"].astype(str))
 
 
 def _without_loops(
-    frame: pd.DataFrame, condition: pd.Series, tables: Tables
-) -> tuple[pd.DataFrame, int, bool]:
+    frame: pd.DataFrame, condition: pd.Series, tables: Tables, kind: TextKind
+) -> tuple[pd.DataFrame, dict[str, Texts]]:
     """Degeneracy rule: looping texts flatter every drafter and are left out, and counted, unless
-    all loop (True).
-
-    A condition with texts of its own is judged by these.
+    all loop. The texts of a condition that has its own are judged for themselves.
     """
-    looping = {("", t, p) for t, p in _looping(tables.prompts)}
-    texts, own = tables.extra.get("texts"), set()
-    if texts is not None:
-        own = set(texts["condition"].astype(str))
-        for name in own:
-            looping |= {(name, t, p) for t, p in _looping(texts[texts["condition"] == name])}
-    if not looping:
-        return frame, 0, False
-    source = condition.where(condition.isin(own), "")
-    keys = list(zip(source, frame["text"].astype(str), frame["prompt"].astype(str), strict=True))
-    found = looping & set(keys)
-    if not found:
-        return frame, 0, False
-    kept = frame[np.array([key not in looping for key in keys])]
-    return (kept, len(found), False) if len(kept) else (frame, 0, True)
-
-
-def _unmeasured(tables: Tables, kind: TextKind) -> int:
-    """Texts of ``kind`` that end before a chain of the measured depth fits in."""
-    rows = tables.prompts[tables.prompts["text"].astype(str) == kind.text]
-    if kind.temperature is not None:
-        rows = rows[np.isclose(rows["temperature"].to_numpy(float), kind.temperature)]
-    return int((rows["n_anchors"] == 0).sum())
-
-
-def _looping(prompts: pd.DataFrame) -> set[tuple[str, str]]:
-    rows = prompts[prompts["loops"]]
-    return set(zip(rows["text"].astype(str), rows["prompt"].astype(str), strict=True))
+    others, own = _of_other_kind(tables, kind), with_own_texts(tables)
+    source = condition.where(condition.isin(own), "").to_numpy()
+    prompt, kept, found = frame["prompt"].astype(str), np.ones(len(frame), bool), {}
+    for name in ("", *sorted(own & {*source})):
+        whose = others.get(name, kind)
+        rows = _rows_of(tables, name, whose)
+        loops = rows.loc[rows["loops"].astype(bool), "prompt"].astype(str)
+        theirs = source == name
+        looping = theirs & prompt.isin(loops).to_numpy()
+        every = bool(looping.any()) and bool(looping[theirs].all())
+        if not every:
+            kept &= ~looping
+        left_out = 0 if every else prompt[looping].nunique()
+        found[name] = Texts(whose, left_out, int((rows["n_anchors"] == 0).sum()), every)
+    return frame[kept], found
