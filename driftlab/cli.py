@@ -651,6 +651,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     # Read by torch when it is imported: on few cores a spinning thread takes another's core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Files are drawn without a window; a backend that matplotlib does not know ends its import.
+    os.environ["MPLBACKEND"] = "agg"
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         os.getcwd()

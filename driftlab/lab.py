@@ -176,7 +176,12 @@ class Lab:
             stated = Sourced(
                 value=getattr(drafter.config, name), origin=Origin.read, where="drafter's config"
             )
-            fields[f"drafter.{name}"] = drafter.provenance.get(name, stated)
+            if getattr(self._plain.config, name) != stated.value:
+                swapped = f"swapped by {self.condition}"
+                stated = Sourced(value=stated.value, origin=Origin.derived, where=swapped)
+                fields[f"drafter.{name}"] = stated
+            else:
+                fields[f"drafter.{name}"] = drafter.provenance.get(name, stated)
         rest = {f"drafter.{n}": s for n, s in drafter.provenance.items()}
         return {f"target.{n}": s for n, s in self.target.provenance.items()} | rest | fields
 
@@ -187,8 +192,9 @@ class Lab:
 
     @property
     def variant(self) -> str:
-        """``per_layer+post_norm``, then ``+normed`` and ``+gated`` where they hold."""
-        config = self.drafter.config
+        """``per_layer+post_norm``, then ``+normed`` and ``+gated`` where they hold; as trained,
+        whatever an intervention swaps."""
+        config = self._plain.config
         return config.variant + ("+gated" if config.attention_gate else "")
 
     @property
@@ -570,7 +576,11 @@ class Lab:
         ]
         cells = make_table("cells", self._cell(cell, condition, features), cell)
         return Explained.build(
-            pa.concat_tables(tables), to_pandas(cells, False), {}, left_out=left_out
+            pa.concat_tables(tables),
+            to_pandas(cells, False),
+            {},
+            left_out=left_out,
+            all_loop=all(text.loops for text, _ in found),
         )
 
     def _named(self, rendering: Rendering) -> tuple[str, str]:
@@ -710,7 +720,7 @@ class Lab:
             yield tables
 
     def _cell(self, cell: str, condition: str, features: Features) -> dict[str, Any]:
-        config = self.drafter.config
+        config = self._plain.config
         known = set(self.drafter.draft_to_target.tolist())
         said = [token for text in features.texts for token in text.continuation]
         source = self.drafter.provenance.get("source")

@@ -416,7 +416,7 @@ def test_windows_without_plain_numbers_are_left_out_and_counted(tmp_path: Path) 
     assert len(found.notes) == 2  # no rate of half a number
     two = "#running-req: 2, accept len: 2.2, accept rate: 0.55\n#running-req: 4, accept len: 2.5, "
     two = read_served(wrote(tmp_path, f"{two}accept rate: 0.60\n")).notes[1]
-    assert two.startswith("accept rate 0.58, weighted alike")
+    assert two.startswith("accept rate 0.58, of 2 windows with the same weights")
     idle = read_served(wrote(tmp_path, SGLANG)).notes
     assert "1 windows in which nothing ran are left out" in idle
 

@@ -534,7 +534,7 @@ def test_an_intervention_is_labelled_and_ends(lab: Lab, plain: ProbeRun) -> None
     pd.testing.assert_frame_equal(lab.probe(PROMPTS, **SETTINGS).steps, plain.steps)
 
 
-def test_a_swap_changes_the_variant_while_it_lasts(lab: Lab) -> None:
+def test_a_swapped_drafter_keeps_the_name_of_what_it_was_trained_as(lab: Lab) -> None:
     drafter = lab.drafter
     swap = swap_norm("per_layer", "post_norm")
     with lab.intervene(swap):
@@ -544,8 +544,12 @@ def test_a_swap_changes_the_variant_while_it_lasts(lab: Lab) -> None:
     with pytest.raises(ZeroDivisionError), lab.intervene(swap):
         raise ZeroDivisionError
     assert lab.drafter is drafter
-    assert run.cells[["fusion_norm", "feedback"]].iloc[0].tolist() == ["per_layer", "post_norm"]
-    assert run.cells["axis"][0] == "applied"
+    assert run.cells[["fusion_norm", "feedback"]].iloc[0].tolist() == ["none", "pre_norm"]
+    assert run.cells["axis"][0] == "applied" and "swap_norm" in run.cells["condition"][0]
+    for name in ("fusion_norm", "feedback"):
+        said = run.manifest["resolved"][f"drafter.{name}"]
+        assert said["value"] == run.manifest["config"]["drafter"][name] == swap.record()[name]
+        assert said["origin"] == "derived" and said["where"].startswith("swapped by swap_norm(")
     with pytest.raises(ConfigError, match="no intervention"), lab.intervene():
         pass
 

@@ -361,6 +361,7 @@ def explain_run(
         "prompts": prompts,
         "texts": sorted({features.texts[i].kind for i in rows}),
         "left_out": _looping(features, rows),
+        "all_loop": features.texts[rows[0]].loops,  # none is taken beside one that does not
         "versions": {n: version(n) for n in ("driftlab", "torch", "captum")},
     }
     with ExplainedFolder(path).begin(facts) as folder:

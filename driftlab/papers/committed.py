@@ -248,8 +248,11 @@ def reduce(run: RunDirectory, out: Path) -> None:
             table = table.slice(0, 0)
         elif "text" in table.column_names:
             wanted = pc.equal(table["text"], kind.text)
-            if "cell" in table.column_names:  # a condition may have a temperature of its own
-                wanted = pc.or_(wanted, pc.is_in(table["cell"], pa.array(own_text, pa.string())))
+            # A condition may have a temperature of its own.
+            for column, own in (("cell", own_text), ("condition", named)):
+                if column in table.column_names:
+                    theirs = pc.is_in(table[column], pa.array(own, pa.string()))
+                    wanted = pc.or_(wanted, theirs)
             table = table.filter(wanted)
         if name == "depths":
             table = table.select([c for c in table.column_names if c in columns])
@@ -259,8 +262,9 @@ def reduce(run: RunDirectory, out: Path) -> None:
                     new = pa.field(found.name, pa.float32(), found.nullable, found.metadata)
                     table = table.set_column(i, new, shaved(table[found.name]))
         noted[name] = _store(table, out / f"{name}.parquet")
+    others = " but for conditions of another" if named else ""
     note = (
-        f"{kind} only; no rows by head; columns that the pages need; "
+        f"{kind} only{others}; no rows by head; columns that the pages need; "
         f"numbers rounded to {BITS} bits (1.3e-4 of their size)"
     )
     _note(run.manifest | {"tables": noted, "reduced": note}, out)

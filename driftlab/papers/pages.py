@@ -130,7 +130,7 @@ class Judged:
             "down": self.claim.differs,
             "does not agree": self.claim.differs,
             "not settled": self.claim.unsettled,
-            "not asked": "The target has no attention sink, so this cannot be asked here.",
+            "not asked": "No drafter here attends to a sink, so this cannot be asked here.",
         }
         return sentences.get(self.verdict, "")
 

@@ -21,6 +21,7 @@ from driftlab.results.slices import (
     Slice,
     Stratum,
     TextKind,
+    layers,
     modes,
     setting,
     take,
@@ -253,6 +254,7 @@ def _sentence(c: _Contrast, p: float, family: int, prefix: str) -> str:
     notes = [c.effect.signs] if c.effect.seeds > 1 else ["one seed: training noise not counted"]
     if c.effect.seeds < (every := len(c.measure.piece.seeds)):
         notes.insert(0, f"{c.effect.seeds} of {every} seeds: those of all cells compared")
+        weak = f"{weak[:-1]} ({notes[0]})."
     if c.before and c.after and c.before.low <= c.after.high and c.after.low <= c.before.high:
         notes.insert(0, f"paired {kind} {c.effect.short}")  # what the two intervals do not show
     signs = f" ({'; '.join(notes)})"
@@ -350,22 +352,23 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
     if not (tables.cells["axis"] == "applied").any() or "free" not in modes(tables):
         return []
     piece = take(tables, "free", kind)
-    by_condition: dict[str, list[Group]] = {}
+    by_condition: dict[str, dict[str, Group]] = {}  # by the label of the unchanged
     for group in piece.groups:
-        if group.axis == "applied":
-            by_condition.setdefault(group.condition, []).append(group)
+        if group.condition and (own := unchanged(piece, group)):
+            by_condition.setdefault(group.condition, {})[own.label] = group
     out = []
     for condition, members in by_condition.items():
-        shares = {
-            g.label: estimate(own_share(piece, g), resamples=piece.resamples) for g in members
+        left = {
+            name: estimate(own_share(piece, g), resamples=piece.resamples)
+            for name, g in members.items()
         }
-        left = {unchanged(piece, g).label: shares[g.label] for g in members}
         said = "; ".join(
             f"{name} {e.note if math.isnan(e.value) else e.short}" for name, e in left.items()
         )
         sentence = f"{condition}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
-        out.append(Answer(question, sentence, shares, piece.basis_of(members)))
+        shares = {members[name].label: e for name, e in left.items()}
+        out.append(Answer(question, sentence, shares, piece.basis_of(members.values())))
     return out
 
 
@@ -434,7 +437,7 @@ def _descriptions(measures: Mapping[str, _Measure], draws: int) -> list[Answer]:
             else:
                 question = f"How large is {name}?"
                 sentence = f"{group.label}: {name} is {value.short}."
-                if measure.key == "accuracy":
+                if measure.key == "accuracy" and len(measure.piece.index) > 1:
                     first = measure.piece.index[0]
                     start = estimate(measure.piece.accuracy(group, first), resamples=draws)
                     numbers = {"before": start, "after": value}
@@ -448,22 +451,25 @@ def _no_sink(tables: Tables, kind: TextKind | None) -> Answer | None:
     """The statement that no variant attends to a sink, or None when one does.
 
     Rule: in every group the mean mass on the sink set at depth 1 is below ``SINK_RULE`` times
-    the even share of as many keys.
+    the even share of as many keys. A changed drafter says nothing of the target.
     """
     piece = take(tables, preferred(tables, "free", "forced"), kind)
     first = piece.index[0]
     keys = _sink_keys(tables)
-    mass = {g.label: np.nanmean(piece.at(g, "sink", first)) for g in piece.groups}
+    plain = [g for g in piece.groups if not g.condition]
+    if not plain:
+        return None
+    mass = {g.label: np.nanmean(piece.at(g, "sink", first)) for g in plain}
     even = float(np.nanmean(piece.cube("uniform")[..., 0])) * keys
     if any(value >= SINK_RULE * even for value in mass.values()):
         return None
-    highest = max(piece.groups, key=lambda g: mass[g.label])
+    highest = max(plain, key=lambda g: mass[g.label])
     value = estimate(piece.mean(highest, "sink", first), resamples=piece.resamples)
     sentence = (
         "A drafter here sees a window of keys only, out of which the sink may be: whether "
         f"attention leaves it cannot be asked (at depth {first} it holds at most {value.short})."
-        if windowed(tables)
-        else f"This target has no attention sink: at depth {first} the sink holds at most "
+        if windowed(tables, plain)
+        else f"No drafter here attends to a sink: at depth {first} it holds at most "
         f"{value.short} of the attention in any variant, below {SINK_RULE:g} times the even "
         f"share of {'one key' if keys == 1 else f'{keys} keys'} ({even:.3f}); whether attention "
         "leaves a sink cannot be asked here."
@@ -588,8 +594,8 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     """What the headline numbers are taken over, and what their intervals draw, in words."""
     tables = load(run)
     piece = take(tables, preferred(tables, "free", "forced"), kind)
-    layers = setting(tables, "config", "drafter", "num_layers") or 1
-    first = f"; attention is that of the first of {layers} layers" if layers > 1 else ""
+    deep = layers(tables)
+    first = f"; attention is that of the first of {deep} layers" if deep > 1 else ""
     brackets = f"brackets hold 95% bootstrap intervals over {', '.join(piece.intervals)}"
     return f"{piece.over(piece.groups)}; {brackets}{first}"
 

@@ -183,15 +183,17 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         for i, (name, p) in enumerate(made)
     )
     n = max((row.effect.n for row in rows), default=0)
-    seeds = max((row.effect.seeds for row in rows), default=1)
-    drawn = "seeds and prompts" if seeds > 1 else "prompts"
-    size = count(n, seeds)
+    seeds = [row.effect.seeds for row in rows]
+    drawn = "seeds and prompts" if max(seeds, default=1) > 1 else "prompts"
+    if drawn != "prompts" and min(seeds) == 1:
+        drawn += " (prompts alone for one seed)"
+    size = count(n, max(seeds, default=1), min(seeds, default=1))
     if not any(a.shared(b) for a, b in pairs):
         size = f"{n} prompts, each its mean over seeds"
     kinds = dict.fromkeys(str(texts_of(a.tables, a.group, kind)[0]) for a, _ in pairs)
     basis = (
         f"{' and '.join(kinds)}, {size}, paired; 95% bootstrap intervals over {drawn}; "
-        f"p corrected for {len(adjusted)} comparisons (Holm)"
+        f"p corrected for {len(adjusted)} comparison{'s' * (len(adjusted) != 1)} (Holm)"
     )
     return Comparison(
         pairs=tuple(_narrowed(a, b) for a, b in pairs),
@@ -674,7 +676,7 @@ def _page(c: Comparison) -> Iterable[str]:
         if len(c.pairs) > 1:
             yield pair
         rows = [
-            (r.measure, r.a.short, r.b.short, r.effect.short, _p(r.p), str(r.effect.n))
+            (r.measure, r.a.short, r.b.short, r.effect.short, _p(r.p), _prompts(r))
             for r in c.rows
             if r.pair == pair
         ]
@@ -688,6 +690,11 @@ def _page(c: Comparison) -> Iterable[str]:
     if c.notes:
         yield ""
         yield from (f"note: {text}" for text in c.notes)
+
+
+def _prompts(row: Row) -> str:
+    """Prompts that weigh in A and in B: chances need not be there on both sides."""
+    return str(row.a.n) if row.a.n == row.b.n else f"{row.a.n}, {row.b.n}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:

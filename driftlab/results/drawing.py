@@ -192,7 +192,7 @@ class FigureSpec:
     draw: Callable[[Figure, pd.DataFrame], None]
     width: float
     height: Callable[[pd.DataFrame, float], float]
-    explains: str
+    explains: str | Callable[[pd.DataFrame], str]
     needs: str = ""  # a mode, or a table
 
     def __call__(
@@ -227,9 +227,10 @@ class FigureSpec:
         basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
         seeds = frame.groupby("variant")["seeds"].max()
         size = count(int(frame["prompts"].max()), int(seeds.max()), int(seeds.min()))
+        explains = self.explains if isinstance(self.explains, str) else self.explains(frame)
         return (
-            f"{self.title}. {self.explains} {basis}, {size}{loops}. "
-            f"Interval: {frame['interval'].iloc[0]}."
+            f"{self.title}. {explains} {basis}, {size}{loops}. "
+            f"Interval: {'; '.join(dict.fromkeys(frame['interval']))}."
         )
 
 

@@ -34,7 +34,7 @@ from driftlab.results.drawing import (
     save_frame,
 )
 from driftlab.results.explanations import MEASURES, REGION_NAMES, Explained
-from driftlab.results.stats import bands
+from driftlab.results.stats import bands, interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,8 +71,7 @@ def _series(found: Explained, keys: Iterable[tuple[str, str]]) -> pd.DataFrame:
         )
     frame = pd.concat(frames, ignore_index=True)
     frame = frame[frame["prompts"] > 0].reset_index(drop=True)
-    units = "seeds and prompts" if len(found.seeds) > 1 else "prompts"
-    frame["interval"] = f"95% bootstrap over {units}, {found.resamples} draws, percentile"
+    frame["interval"] = [interval(n, found.resamples, banded=True) for n in frame["seeds"]]
     frame["text"] = found.text
     frame["mode"] = "forced"
     frame["left_out"] = found.left_out

@@ -59,7 +59,7 @@ class Measure(NamedTuple):
 _BOUNDARY = "boundary "
 
 MEASURES: dict[str, Measure] = {
-    "share": Measure("1", "a captured layer", "<part_i, g> / <g, g> of the fused input; sums to 1"),
+    "share": Measure("1", "a captured layer", "<part_i, g> / <g, g> of the fused input"),
     "alignment": Measure("1", "a captured layer", "cosine of part_i and the fused input g"),
     "shapley": Measure("nats", "a captured layer", "Shapley value for log p(truth), exact"),
     "logprob": Measure("nats", "all layers, no layer", "log p(truth) with and without the layers"),
@@ -193,7 +193,8 @@ class Explained:
     Attributes
     ----------
     table: the rows. groups: cells that differ by seed only. seeds, prompts, depths: sorted.
-    left_out: looping texts that were not explained. resamples: bootstrap draws.
+    left_out: looping texts that were not explained. all_loop: no text was free of loops, so that
+        looping ones were. resamples: bootstrap draws.
     """
 
     table: pd.DataFrame
@@ -202,6 +203,7 @@ class Explained:
     prompts: tuple[str, ...]
     depths: tuple[int, ...]
     left_out: int
+    all_loop: bool
     resamples: int
     _place: Mapping[str, tuple[int, int]] = field(repr=False)
     _cubes: dict[tuple[str, str], np.ndarray] = field(default_factory=dict, repr=False)
@@ -223,7 +225,8 @@ class Explained:
                 got=first_line(error),
                 remedy=f"Run `driftlab explain {run.path}` again: it goes on where it stopped.",
             ) from None
-        return cls.build(table, run.cells, run.manifest, left_out=int(facts.get("left_out", 0)))
+        left_out, all_loop = int(facts.get("left_out", 0)), bool(facts.get("all_loop"))
+        return cls.build(table, run.cells, run.manifest, left_out=left_out, all_loop=all_loop)
 
     @classmethod
     def build(
@@ -233,6 +236,7 @@ class Explained:
         manifest: Mapping[str, Any],
         *,
         left_out: int = 0,
+        all_loop: bool = False,
     ) -> Explained:
         """From rows in memory and the rows of ``cells``."""
         frame = to_pandas(table, categories=False)
@@ -252,6 +256,7 @@ class Explained:
             tuple(sorted(frame["prompt"].unique())),
             tuple(sorted(int(d) for d in frame["depth"].unique())),
             left_out,
+            all_loop,
             resamples(Tables(frame, frame, frame, frame, cells, manifest)),
             place,
         )
@@ -259,12 +264,14 @@ class Explained:
     @property
     def text(self) -> str:
         """Kinds of the explained texts, in words."""
-        return " and ".join(f"{kind} text" for kind in sorted(self.table["text"].unique()))
+        kinds = " and ".join(f"{kind} text" for kind in sorted(self.table["text"].unique()))
+        return f"{kinds}, all looping" if self.all_loop else kinds
 
     @property
     def basis(self) -> str:
         """Which rows the numbers come from, in words."""
-        left = f"; {self.left_out} looping texts left out" if self.left_out else ""
+        texts = "text" if self.left_out == 1 else "texts"
+        left = f"; {self.left_out} looping {texts} left out" if self.left_out else ""
         fewest, most = seeds_of_a_group(self._place.values())
         one = "; one seed: training noise not counted" if most == 1 else ""
         each = self.table.groupby("measure")["n"].max()
@@ -633,8 +640,8 @@ def _owes(found: Explained, group: Group) -> Iterator[Answer]:
             f"target's token, {' and '.join(told)} nats (Shapley)."
         )
         yield Answer("Which captured layer is a draft made of?", sentence, numbers, found.basis)
-    names = {"fused": "the anchor's fused input", "embedding": "the token that is read"}
-    names["feedback"] = "the fed-back state"
+    names = {"fused": "the anchor's fused input" if layers else "the target's last state"}
+    names |= {"embedding": "the token that is read", "feedback": "the fed-back state"}
     depth = max(
         (int(d) for d in found.table.loc[found.table["measure"] == "gradients", "depth"]),
         default=0,

@@ -44,8 +44,16 @@ from driftlab.results.drawing import (
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
 from driftlab.results.shards import remove_dead
-from driftlab.results.slices import Slice, TextKind, modes, take, windowed, without_conditions
-from driftlab.results.stats import Estimate, bands
+from driftlab.results.slices import (
+    Slice,
+    TextKind,
+    layers,
+    modes,
+    take,
+    windowed,
+    without_conditions,
+)
+from driftlab.results.stats import Estimate, bands, interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,9 +128,9 @@ def _series(
 
 def _based(frame: pd.DataFrame, piece: Slice, *, estimated: bool = False) -> pd.DataFrame:
     """``estimated``: its intervals are not those of ``bands``."""
-    drawn, method = piece.intervals
-    method = method if estimated else "percentile"
-    frame["interval"] = f"95% bootstrap over {drawn}, {piece.resamples} draws, {method}"
+    frame["interval"] = [
+        interval(seeds, piece.resamples, banded=not estimated) for seeds in frame["seeds"]
+    ]
     texts = {g.label: piece.texts_of(g) for g in piece.groups}
     each = [texts.get(name, piece.texts[""]) for name in frame["variant"]]  # effects have none
     frame["text"] = [f"{t.kind}{', all looping' if t.all_loop else ''}" for t in each]
@@ -147,8 +155,10 @@ def regions_data(
         warnings.simplefilter("ignore", RuntimeWarning)  # a depth that no text reaches
         even = np.nanmean(piece.cube("uniform"), axis=(0, 1, 2))
     # Of a drafter that sees a window it is not known here; nothing is drawn then.
-    shares = dict(zip(piece.index, even * (math.nan if windowed(tables) else 1), strict=True))
-    frame["even"] = frame["depth"].map(shares)
+    known = math.nan if windowed(tables, piece.groups) else 1
+    frame["even"] = frame["depth"].map(dict(zip(piece.index, even * known, strict=True)))
+    if (deep := layers(tables)) > 1:
+        frame["layers"] = deep
     return frame
 
 
@@ -254,12 +264,13 @@ def _styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return out
 
 
+def _trained_to(frame: pd.DataFrame) -> list[int]:
+    return sorted({int(t) for t in frame["ttt"].dropna() if t <= frame["depth"].max()})
+
+
 def _mark_training(ax: Axes, frame: pd.DataFrame) -> None:
     """A vertical line after the last depth that training unrolled."""
-    lengths = sorted({int(t) for t in frame["ttt"].dropna()})
-    for ttt in lengths:
-        if ttt > frame["depth"].max():
-            continue
+    for ttt in _trained_to(frame):
         ax.axvline(ttt, color="0.45", linewidth=0.8, zorder=0.5)
         ax.annotate(
             f"trained to {ttt}",
@@ -480,6 +491,15 @@ def _table_height(frame: pd.DataFrame, width: float) -> float:
     return 0.5 + 0.3 * rows
 
 
+def _first_layer(frame: pd.DataFrame) -> str:
+    return f" Of the first of {frame['layers'].max()} layers." if "layers" in frame else ""
+
+
+def _vertical(frame: pd.DataFrame) -> str:
+    marked = _trained_to(frame)
+    return "; the vertical line marks the depth that training unrolled to" if marked else ""
+
+
 FIGURES: dict[str, FigureSpec] = {
     spec.name: spec
     for spec in (
@@ -490,7 +510,10 @@ FIGURES: dict[str, FigureSpec] = {
             _draw_regions,
             PAGE,
             regions_height,
-            "Softmax mass of the drafter's query, mean over heads; regions sum to 1.",
+            lambda frame: (
+                "Softmax mass of the drafter's query, mean over heads; regions sum to 1."
+                + _first_layer(frame)
+            ),
         ),
         FigureSpec(
             "sink_by_depth",
@@ -499,7 +522,14 @@ FIGURES: dict[str, FigureSpec] = {
             _single(_sink_axes, extra=1),
             COLUMN,
             _fixed(2.5, 2.8),
-            "Grey: what one key would get if attention were even.",
+            lambda frame: (
+                (
+                    "Grey: what one key would get if attention were even."
+                    if frame["even"].notna().any()
+                    else "Mean over heads."
+                )
+                + _first_layer(frame)
+            ),
         ),
         FigureSpec(
             "rms_by_depth",
@@ -528,8 +558,10 @@ FIGURES: dict[str, FigureSpec] = {
             _single(_acceptance_axes),
             COLUMN,
             _fixed(2.5, 2.8),
-            f"P(draft d accepted | drafts 1..d-1 accepted), pooled over opportunities, n/a below "
-            f"{FEWEST} of them; the vertical line marks the depth that training unrolled to.",
+            lambda frame: (
+                "P(draft d accepted | drafts 1..d-1 accepted), pooled over opportunities, n/a "
+                f"below {FEWEST} of them{_vertical(frame)}."
+            ),
             needs="free",
         ),
         FigureSpec(
@@ -539,8 +571,7 @@ FIGURES: dict[str, FigureSpec] = {
             _single(_accuracy_axes),
             COLUMN,
             _fixed(2.5, 2.8),
-            "Top-1 accuracy with the text's own tokens as input; the vertical line marks the "
-            "depth that training unrolled to.",
+            lambda frame: f"Top-1 accuracy with the text's own tokens as input{_vertical(frame)}.",
             needs="forced",
         ),
         FigureSpec(
@@ -550,8 +581,12 @@ FIGURES: dict[str, FigureSpec] = {
             _draw_table,
             PAGE,
             _table_height,
-            "Above: means with intervals. Below: main effects and interaction (differences; "
-            "ratios for growth); bold where the interval excludes no effect.",
+            lambda frame: (
+                "Above: means with intervals. Below: main effects and interaction (differences; "
+                "ratios for growth); bold where the interval excludes no effect."
+                if (frame["block"] == "effect").any()
+                else "Means with intervals."
+            ),
         ),
     )
 }

@@ -80,7 +80,7 @@ class _Config(_Part):
     applied: dict[str, Any] | None = None
     analysis: dict[str, Any] | None = None
     axes: dict[str, list[Any]] | None = None
-    drafter: _Drafter | None = None
+    drafter: _Drafter | list[_Drafter] | None = None  # of drafters side by side
     interventions: dict[str, list[dict[str, Any]]] | None = None
 
 

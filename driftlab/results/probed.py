@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -104,6 +104,12 @@ class ProbeRun:
             for n, table in self._arrow.items()
         }
         config, inputs = dict(self.manifest["config"]), dict(self.manifest["inputs"])
+        # One contract where the drafters have one, and those that there are side by side.
+        stated: list[Any] = []
+        for run in runs:
+            each = run.manifest["config"]["drafter"]
+            stated += [c for c in (each if isinstance(each, list) else [each]) if c not in stated]
+        config["drafter"] = stated if len(stated) > 1 else stated[0]
         for key, place in (("interventions", config), ("drafters", inputs)):
             name = "config" if place is config else "inputs"
             place[key] = {k: v for run in runs for k, v in run.manifest[name][key].items()}
@@ -111,7 +117,9 @@ class ProbeRun:
             key: list(dict.fromkeys(x for run in runs for x in run.manifest.get(key) or []))
             for key in ("warnings", "differs")
         }
-        return ProbeRun(arrow, {**self.manifest, "config": config, "inputs": inputs, **told})
+        known = {key: _together(runs, key) for key in ("resolved", "assumed")}
+        manifest = {**self.manifest, "config": config, "inputs": inputs, **told, **known}
+        return ProbeRun(arrow, manifest)
 
     def save(self, path: str | Path) -> RunDirectory:
         """Store the run in a folder; ``driftlab.load_run`` and the command line read it.
@@ -163,6 +171,17 @@ def _unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         pairs[name] = [manifest["config"].get(name) for manifest in (first, other)]
     pairs["target"] = [str(m["inputs"]["target"])[:12] for m in (first, other)]
     return [f"{n}: {a} and {b}" for n, (a, b) in sorted(pairs.items()) if a != b]
+
+
+def _together(runs: Sequence[ProbeRun], key: str) -> dict[str, Any]:
+    """Resolved or assumed values of all runs; one that is not the first's names its cells."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        cells = ", ".join(run._arrow["cells"]["cell"].to_pylist())
+        for name, value in (run.manifest.get(key) or {}).items():
+            same = found.get(name) == value
+            found[name if name not in found or same else f"{name} of {cells}"] = value
+    return found
 
 
 def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:

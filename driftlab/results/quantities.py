@@ -15,18 +15,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def unchanged(piece: Slice, group: Group) -> Group:
-    """The group of the same drafters without a condition.
-
-    Raises DataError when it was not measured.
-    """
+def unchanged(piece: Slice, group: Group) -> Group | None:
+    """The group of the same drafters without a condition, where it was measured."""
     for other in piece.groups:
         if not other.condition and (other.variant, other.ttt) == (group.variant, group.ttt):
             return other
-    raise DataError(
-        f"{group.label} has no unchanged drafter beside it",
-        remedy="Measure the same drafters without a condition in the same run.",
-    )
+    return None
 
 
 def own_share(piece: Slice, group: Group) -> Sample:
@@ -35,8 +29,15 @@ def own_share(piece: Slice, group: Group) -> Sample:
     A ratio of means over (seed, prompt), without the bonus token, as in T3 of arXiv 2605.09992.
     Written as a weighted mean, so that differences between groups are contrasts of means.
     ``piece`` holds free chains.
+
+    Raises DataError when the unchanged drafters were not measured.
     """
     own = unchanged(piece, group)
+    if own is None:
+        raise DataError(
+            f"{group.label} has no unchanged drafter beside it",
+            remedy="Measure the same drafters without a condition in the same run.",
+        )
     return ratio(piece.accepted_drafts(group), piece.accepted_drafts(own))
 
 

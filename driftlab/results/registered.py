@@ -35,8 +35,9 @@ class Registered:
     def name(self) -> str:
         """The measure with its depth, in words."""
         c = self.contrast
-        at = "" if c.measure in _WITHOUT_DEPTH else f" at depth {c.depth or 'the deepest'}"
-        return f"{c.measure}{at}"
+        if c.measure in _WITHOUT_DEPTH:
+            return c.measure
+        return f"{c.measure} at {f'depth {c.depth}' if c.depth else 'the deepest depth'}"
 
     @property
     def comparison(self) -> str:

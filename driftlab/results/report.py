@@ -29,7 +29,7 @@ from driftlab.results.drawing import PAGE
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
-from driftlab.results.slices import TextKind, take, text_kinds
+from driftlab.results.slices import TextKind, take, text_kinds, without_conditions
 from driftlab.results.stats import Estimate
 
 __all__ = ["Answer", "answers", "summary_table", "write_report"]
@@ -226,6 +226,7 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[object]], caption: str =
 
 def _figures(tables: Tables, images: Mapping[str, Mapping[str, Path]]) -> str:
     out = ["<h2>Figures</h2>"]
+    tables = without_conditions(tables)
     for name, reason in available(tables).items():
         spec = FIGURES[name]
         if reason:

@@ -39,7 +39,7 @@ _ATTENTION_TEXT = {
     "null_mass": "attention mass on a learned sink logit",
     "recent": "attention mass on the last w keys (w in the manifest)",
     "entropy": "entropy of the attention row",
-    "sink_rate": "share of heads with more than 0.3 of their mass on the sink set",
+    "sink_rate": "share of the row's (anchor, head) pairs with more than 0.3 of the mass there",
 }
 _NORM_TEXT = {
     "rms_input": "depth 1: fused input; depth >= 2: the state that arrives, after interventions",
@@ -86,7 +86,8 @@ _DEPTH = _field("depth", _I2, "drafted tokens", "1 is the first draft of a chain
 SCHEMAS: dict[str, pa.Schema] = {
     "steps": _schema(
         "steps",
-        "one per (cell, prompt, text, mode, anchor, depth)",
+        "one per (cell, prompt, text, mode, anchor, depth); of several layers, attention and what "
+        "blocks write are the first's",
         [
             *(_CELL, _PROMPT, _TEXT, _TEMPERATURE, _MODE),
             _field("anchor", _I4, "position", "last position with true aux states"),
@@ -97,7 +98,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             _field("accepted", _B, "bool", "free: drafts 1..depth are all correct", null=True),
             _field("in_vocab", _B, "bool", "truth is in the draft vocabulary"),
             _field("logprob", _F4, "nats", "drafter's log-probability of truth", null=True),
-            _field("rank", _I4, "1", "rank of truth in the drafter's distribution", null=True),
+            _field("rank", _I4, "1", "rank of truth, 0 the best; ties count against it", null=True),
             _field(
                 "tv",
                 _F4,
@@ -131,7 +132,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             _field("l2_in", _F4, "l2", "captured state"),
             _field("rms_normed", _F4, "rms", "captured state after the fusion norm"),
             _field("rms_part", _F4, "rms", "part_i = W_i N(a)_i"),
-            _field("share", _F4, "1", "<part_i, g> / <g, g>; sums to 1 over the layers"),
+            _field("share", _F4, "1", "<part_i, g> / <g, g>; all and fc's bias sum to 1"),
             _field("cosine", _F4, "1", "cosine of part_i and the fused input g"),
             _field("shapley", _F4, "nats", "Shapley value for log p(truth)", null=True),
         ],
@@ -159,8 +160,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         [
             _CELL,
             _field("variant", _S, "name", "fusion norm + feedback (+ residual, gate)"),
-            _field("fusion_norm", _S, "enum", "norm before fc"),
-            _field("feedback", _S, "enum", "what depth d+1 receives"),
+            _field("fusion_norm", _S, "enum", "norm before fc, as trained"),
+            _field("feedback", _S, "enum", "what depth d+1 receives, as trained"),
             _field("residual", _S, "enum", "what the attention output is added to"),
             _field("attention_gate", _B, "bool", "gated attention"),
             _field("ttt", _I2, "steps", "unrolled training steps", null=True),
@@ -235,7 +236,7 @@ SCHEMAS["agreement"] = _schema(
         *(_CELL, _PROMPT, _TEXT),
         _field("layer", _I2, "index", "block of the target; it reads boundary `layer`"),
         _field("n", _I4, "anchors", "anchors in the mean"),
-        _field("correlation", _F4, "1", "Pearson's over 3 shared keys or more", null=True),
+        _field("correlation", _F4, "1", "Pearson's, where 3 keys or more are shared", null=True),
         _field("divergence", _F4, "nats", "Jensen-Shannon divergence; at most ln 2"),
     ],
 )

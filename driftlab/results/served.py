@@ -240,13 +240,14 @@ def _sglang_page(path: Path, samples: Sequence[_Line]) -> Served:
 
 
 def _sglang_log(path: Path, text: str) -> Served:
-    kept, unread, idle = [], 0, 0
+    kept, unread, idle, weighed = [], 0, 0, 0
     rates: list[tuple[float, float]] = []
     for line in text.splitlines():
         found = _LENGTH.search(line)
         if found is None:
             continue
         running = _RUNNING.search(line)
+        weighed += running is not None
         words = found[1], running[1] if running else "1"
         if not all(map(_PLAIN.fullmatch, words)):
             unread += 1
@@ -275,9 +276,10 @@ def _sglang_log(path: Path, text: str) -> Served:
             )
     depth = arguments.get("num_steps")
     _refuse_longer(path, [x for x, _ in kept], depth)
+    alike = "by their running requests" if weighed else "alike: the log holds no #running-req"
     notes = [
-        f"mean of {len(kept)} logging windows, weighted by their running requests; the log rounds "
-        "each to two decimals"
+        f"mean of {len(kept)} logging windows, weighted {alike}; the log rounds each to two "
+        "decimals"
     ]
     if idle:
         notes.append(f"{idle} windows in which nothing ran are left out")
@@ -287,8 +289,8 @@ def _sglang_log(path: Path, text: str) -> Served:
         logged, requests = np.array(rates).T
         mean = np.average(logged, weights=requests)
         notes.append(
-            f"accept rate {mean:.2f}, weighted alike; its denominator has changed between "
-            "versions, so it is not compared"
+            f"accept rate {mean:.2f}, of {len(rates)} windows with the same weights; its "
+            "denominator has changed between versions, so it is not compared"
         )
     if arguments.get("eagle_topk", 1) > 1:
         notes.append(
@@ -415,7 +417,9 @@ def compare_served(
         name = f"position {d + 1} accepted, of all rounds"
         rows.append(_beside(name, share, error, pooled(accepted[..., d])))
     n = int(np.isfinite(rounds).any(axis=0).sum())
-    basis = f"free chains on {kind}, {n} prompts, {int(np.nansum(rounds))} rounds, {how}"
+    size = f"{n} prompt{'s' * (n != 1)}, {int(np.nansum(rounds))} rounds, {how}"
+    faults = piece.texts_of(side.group).faults  # a server counts such texts too
+    basis = "; ".join([f"free chains on {kind}, {size}", *faults])
     return ServedComparison(
         served,
         side,
@@ -492,7 +496,7 @@ def _plus_one(value: Estimate) -> Estimate:
 def _beside(name: str, served: float, error: float, measured: Estimate) -> Beside:
     room = 0.005 if math.isnan(error) else 1.96 * error
     if math.isnan(measured.low):
-        verdict = "cannot tell: one prompt has no interval"
+        verdict = "cannot tell: measured without an interval"
     elif served + room < measured.low:
         verdict = f"served is lower by {measured.value - served:.2f}"
     elif served - room > measured.high:

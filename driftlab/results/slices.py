@@ -17,7 +17,7 @@ import numpy as np
 
 from driftlab.errors import DataError, RunError
 from driftlab.results.records import Tables
-from driftlab.results.stats import RESAMPLES, Sample, count
+from driftlab.results.stats import ONE_SEED, RESAMPLES, Sample, count
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,13 +143,31 @@ def without_conditions(tables: Tables) -> Tables:
     )
 
 
-def windowed(tables: Tables) -> bool:
-    """Whether a drafter saw a window of keys only, of its own or by an intervention: then a key
-    has another even share, and the sink may be out of sight."""
-    changes = setting(tables, "config", "interventions") or {}
-    applied = [change for changes_of in changes.values() for change in changes_of]
-    own = setting(tables, "config", "drafter", "windows") or ()
-    return any(own) or any(change.get("name") == "window" for change in applied)
+def windowed(tables: Tables, chosen: Iterable[Group]) -> bool:
+    """Whether a drafter of ``chosen`` saw a window of keys only, of its own or by an intervention:
+    then a key has another even share, and the sink may be out of sight."""
+    if any(any(contract.get("windows") or ()) for contract in contracts(tables)):
+        return True
+    conditions = {group.condition for group in chosen} - {""}
+    names = dict(zip(tables.cells["cell"], tables.cells["condition"], strict=True))
+    probed = setting(tables, "config", "interventions") or {}
+    stated = setting(tables, "config", "applied", "conditions") or ()
+    changes = [
+        *((names.get(cell), made.get("name")) for cell, every in probed.items() for made in every),
+        *((c.get("name"), made.get("kind")) for c in stated for made in c.get("interventions", ())),
+    ]
+    return any(kind == "window" and condition in conditions for condition, kind in changes)
+
+
+def contracts(tables: Tables) -> list[Mapping[str, Any]]:
+    """What the manifest says of the drafters: one contract, or those of drafters side by side."""
+    stated = setting(tables, "config", "drafter")
+    return stated if isinstance(stated, list) else [stated or {}]
+
+
+def layers(tables: Tables) -> int:
+    """Layers of the deepest drafter; attention is that of the first."""
+    return max(contract.get("num_layers") or 1 for contract in contracts(tables))
 
 
 def modes(tables: Tables) -> tuple[Mode, ...]:
@@ -326,7 +344,7 @@ class Slice:
         made."""
         fewest, most = self._seeds_of_a_group
         if most == 1:
-            return "prompts", "BCa (percentile where that has none)"
+            return "prompts", ONE_SEED
         if fewest == 1:
             return "prompts, and seeds where there are several", "percentile, and BCa for one seed"
         return "seeds and prompts", "percentile"

@@ -258,20 +258,31 @@ def bands(
     """Weighted means and percentile intervals of many measures at once.
 
     ``values`` [K, seeds, prompts], NaN where missing. Returns value, low, high, each [K]; NaN
-    where there is no data. One draw of seeds and prompts serves all K.
+    where there is no data. One draw of seeds and prompts serves all K with data of the same seeds:
+    a seed without any is not drawn.
     """
     weighted, weight = _weighted(values, weights)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = weighted.sum(axis=(1, 2)) / weight.sum(axis=(1, 2))
         low, high = np.full_like(value, np.nan), np.full_like(value, np.nan)
         step = max(1, _CHUNK // max(1, resamples * values.shape[1]))
-        for start in range(0, len(values), step):
-            part = slice(start, start + step)
-            drawn, drawn_weight = _draw_both(weighted[part], weight[part], resamples, seed)
-            for k, row in enumerate(drawn / drawn_weight, start):
-                if (weight[k].sum(axis=0) > 0).sum() > 1:
-                    low[k], high[k], _ = _percentile(row)
+        there = weight.sum(axis=2) > 0
+        for seeds in np.unique(there[there.any(axis=1)], axis=0):
+            rows = np.flatnonzero((there == seeds).all(axis=1))
+            for part in np.split(rows, range(step, len(rows), step)):
+                used = np.ix_(part, np.flatnonzero(seeds))
+                drawn, drawn_weight = _draw_both(weighted[used], weight[used], resamples, seed)
+                for k, row in zip(part, drawn / drawn_weight, strict=True):
+                    if (weight[k].sum(axis=0) > 0).sum() > 1:
+                        low[k], high[k], _ = _percentile(row)
     return value, low, high
+
+
+def interval(seeds: int, resamples: int, *, banded: bool = False) -> str:
+    """What an interval of so many seeds draws, and how; one of :func:`bands` if ``banded``."""
+    drawn = "seeds and prompts" if seeds > 1 else "prompts"
+    method = "percentile" if banded or seeds > 1 else ONE_SEED
+    return f"95% bootstrap over {drawn}, {resamples} draws, {method}"
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -343,6 +354,7 @@ def _spread(draws: np.ndarray) -> float:
     return float(kept.std(ddof=1)) if len(kept) > 1 else 0.0
 
 
+ONE_SEED = "BCa (percentile where that has none)"
 MOST_LOST = 0.05
 """There is no interval when a larger share of the draws has nothing to divide by."""
 
