@@ -190,6 +190,7 @@ def probe(
 
     out = out or Path("runs") / "probe"
     asked = [target, drafter, prompts, depth, temperature, tokens, limit, seed]
+    asked.append(batch if temperature else None)  # which sampled text depends on
     _refuse_other_probe(out, asked)
     cache = out.parent / "cache"
     placed = device_map is not None or tp_plan is not None
@@ -290,7 +291,7 @@ def doctor(
     )
     typer.echo(str(found))
     if fix is not None and checks.correction(found) is None:
-        typer.echo("corrected copy: none, no other reading is better")
+        typer.echo("corrected copy: none, no other reading is surely better")
     elif fix is not None:
         checks.fix(found, fix)
         typer.echo(f"corrected copy: {fix}")
@@ -328,7 +329,7 @@ def bench(
     stage: Annotated[
         list[str] | None, typer.Option(help="Only this stage; may be given several times.")
     ] = None,
-    smoke: Annotated[bool, typer.Option(help="Small sizes, well under a minute.")] = False,
+    smoke: Annotated[bool, typer.Option(help="Small sizes, about a minute.")] = False,
     repeats: Annotated[
         int, typer.Option(min=1, help="Runs of each case; fewer where one is long.")
     ] = 5,

@@ -497,6 +497,7 @@ class Lab:
             "temperatures": temperatures,
             "max_new_tokens": max_new_tokens,
             "seed": seed,
+            "batch": batch,
             "rendering": rendering.name,
             "drafter": self.drafter.config.model_dump(mode="json"),
             "interventions": {cell: [i.record() for i in self._applied]},

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import small
 
@@ -25,12 +29,12 @@ from driftlab.experiment import plan, run_experiment
 from driftlab.papers import committed
 from driftlab.results.answers import answers
 from driftlab.results.compare import compare, one_side
-from driftlab.results.figures import sink_data
+from driftlab.results.figures import FIGURES, sink_data
 from driftlab.results.merge import merge
 from driftlab.results.quantities import own_share
 from driftlab.results.records import RunDirectory
 from driftlab.results.registered import changed_since, registered
-from driftlab.results.report import _headline, _texts
+from driftlab.results.report import _figures, _headline, _texts
 from driftlab.results.slices import TextKind, take, without_conditions
 from driftlab.results.stats import estimate
 
@@ -456,7 +460,7 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
 def test_conditions_are_compared_on_the_texts_that_they_were_measured_on() -> None:
     run = str(applied())
     plain = f"{run}:{small.CELLS[0]}"
-    with pytest.raises(RunError, match=r"kind of text: sampled text .temperature 1. and sampled"):
+    with pytest.raises(RunError, match=r"no kind of text .*s0/cool: sampled text .temperature 0.5"):
         compare(plain, f"{plain}/cool")
     with pytest.raises(RunError, match="text of 3 of 3 prompts") as error:
         compare(plain, f"{plain}/bare")
@@ -466,6 +470,8 @@ def test_conditions_are_compared_on_the_texts_that_they_were_measured_on() -> No
     assert not any(row.shown for row in noisy.rows)
     cool = compare(f"{plain}/cool", f"{run}:{small.CELLS[1]}/cool")
     assert cool.basis.startswith("sampled text (temperature 0.5), 3 prompts x 1 seed")
+    with pytest.raises(RunError, match="no greedy text is in both runs"):
+        compare(f"{plain}/cool", f"{run}:{small.CELLS[1]}/cool", kind="greedy")
     side, kind, _ = one_side(f"{plain}/cool", None)
     assert (side.group.condition, str(kind)) == ("cool", "sampled text (temperature 0.5)")
     assert str(one_side(plain, None)[1]) == "sampled text (temperature 1)"
@@ -518,6 +524,46 @@ def test_what_is_published_keeps_the_conditions_own_texts(
     assert committed.changed_tables(kept) == []
     (item / "tables" / "texts.parquet").unlink()
     assert committed.changed_tables(kept) == ["texts.parquet (missing)"]
+
+
+def test_a_reduced_run_answers_as_the_run_does(tmp_path: Path) -> None:
+    """Rows of a condition of another temperature count by its texts, greedy ones too."""
+    run = RunDirectory.open(applied())
+    tables = run.tables()
+    texts = tables.extra["texts"].astype({"text": str})
+    texts.loc[texts["condition"] == "cool", "text"] = "greedy"
+    texts.loc[texts["condition"] == "cool", "temperature"] = 0.0
+    depths = tables.depths.astype({"text": str})
+    depths.loc[depths["cell"].astype(str).str.endswith("/cool"), "text"] = "greedy"
+    shutil.copytree(run.path, tmp_path / "run")
+    for name, frame in (("texts", texts), ("depths", depths)):
+        schema = pq.read_schema(run.path / f"{name}.parquet")
+        table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+        pq.write_table(table, tmp_path / "run" / f"{name}.parquet")
+    manifest = json.loads((run.path / "manifest.json").read_text())
+    for name in ("texts", "depths"):
+        file = tmp_path / "run" / f"{name}.parquet"
+        manifest["tables"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    whole = RunDirectory.open(tmp_path / "run")
+    committed.reduce(whole, tmp_path / "kept")
+    kept = RunDirectory.open(tmp_path / "kept")
+    told = [[a for a in answers(r.tables()) if "cool" in a.question] for r in (whole, kept)]
+    assert len(told[0]) == len(told[1]) == 1
+    assert "cool, on greedy text: share" in told[0][0].sentence
+    assert told[0][0].basis == told[1][0].basis
+    for one, other in zip(*(t[0].estimates.values() for t in told), strict=True):
+        assert one.value == pytest.approx(other.value, rel=1e-3) and one.n == other.n
+
+
+def test_captions_are_of_what_is_drawn() -> None:
+    """Figures of a run with conditions show the unchanged drafters; so do their captions."""
+    tables = RunDirectory.open(applied()).tables()
+    drawn = without_conditions(tables)
+    page = _figures(tables, {})
+    for name in ("sink_by_depth", "forced_accuracy"):
+        assert escape(FIGURES[name].caption(FIGURES[name].data(drawn, None))) in page
+    assert "temperature 0.5" not in page
 
 
 def test_the_levels_of_a_comparison_are_over_the_prompts_of_its_effect() -> None:

@@ -333,7 +333,7 @@ def test_doctor_ends_with_what_it_found(
     patch.setattr(doctor, "examine", lambda target, drafter, **_: Found())
     words = ("doctor", "--target", "micro", "--drafter", DRAFTER)
     assert call(*words)[:2] == (code, "the diagnosis\n")
-    told = "the diagnosis\ncorrected copy: none, no other reading is better\n"
+    told = "the diagnosis\ncorrected copy: none, no other reading is surely better\n"
     assert call(*words, "--fix", out)[:2] == (code, told)
     assert not out.exists()
 

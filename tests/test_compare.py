@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -345,6 +346,15 @@ def test_a_vllm_page_counts_positions_over_all_rounds(tmp_path: Path) -> None:
     assert found.acceptance_length == 2.75
     assert (found.rounds, found.drafted, found.depth) == (4, 16, 4)
     assert found.error == pytest.approx(np.std([4, 2, 0, 1]) / 2)
+
+
+def test_a_page_without_positions_has_the_largest_error_there_can_be(
+    tmp_path: Path, make: Make
+) -> None:
+    text = "\n".join(line for line in page(20, [8, 7, 5]).splitlines() if "per_pos" not in line)
+    found = compare_served(make(seeds=(0,)), read_served(wrote(tmp_path, text)), depth=3)
+    assert found.rows[1].served == 1.0
+    assert found.rows[1].error == pytest.approx(math.sqrt(1.0 * 2.0 / 20))
 
 
 def test_engines_of_one_server_are_summed(tmp_path: Path) -> None:

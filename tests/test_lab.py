@@ -40,6 +40,9 @@ from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
+from driftlab.results.answers import answers, basis
+from driftlab.results.compare import compare
+from driftlab.results.figures import sink_data
 from driftlab.results.schema import SCHEMAS
 
 WORDS = len(VOCABULARY)
@@ -576,6 +579,47 @@ def test_runs_stand_beside_each_other(lab: Lab, plain: ProbeRun) -> None:
         for change in ({"sink": (0, 1)}, {"recent": 1}, {"seed": 1}):
             with pytest.raises(DataError, match=f"not measured alike .*{next(iter(change))}"):
                 plain.beside(lab.probe(PROMPTS, **{**SETTINGS, **change}))
+
+
+def test_a_changed_drafter_beside_itself_is_paired(lab: Lab, plain: ProbeRun) -> None:
+    with lab.intervene(pin_norm()):
+        pinned = lab.probe(PROMPTS, **SETTINGS)
+    found = compare(plain, pinned)
+    assert "one seed: the noise of training is not in the intervals" in found.notes
+    assert not any("no seed" in note for note in found.notes)
+    (differs,) = found.differences
+    assert differs.startswith("interventions.none+pre_norm/pin_norm(): not set (A)")
+
+
+def test_a_changed_drafter_alone_is_described(lab: Lab) -> None:
+    with lab.intervene(knock_out_sink()):
+        alone = lab.probe(PROMPTS, **SETTINGS)
+    told = answers(alone.tables())
+    assert told and not any("of the drafter's own" in a.sentence for a in told)
+    assert not any("attends to a sink" in a.sentence for a in told), "it was hidden"
+    assert "3 prompts, seed unknown" in told[0].basis
+
+
+def test_a_swapped_drafter_is_set_beside_what_it_was(lab: Lab, plain: ProbeRun) -> None:
+    with lab.intervene(swap_norm(feedback="post_norm")):
+        swapped = lab.probe(PROMPTS, **SETTINGS)
+    other = driftlab.open(lab.target, make_drafter(feedback="post_norm"), cache=lab.cache)
+    both = plain.beside(swapped, other.probe(PROMPTS, **SETTINGS))
+    (told,) = (a for a in answers(both.tables()) if "of the drafter's own" in a.sentence)
+    (label,) = told.estimates
+    assert label.startswith("none+pre_norm, swap_norm(")
+
+
+def test_drafters_side_by_side_keep_what_each_is(lab: Lab, plain: ProbeRun) -> None:
+    deep = make_drafter(num_layers=2, feedback="post_norm", windows=(4, None))
+    deep.provenance["norm_eps"] = Sourced(value=1e-5, origin=Origin.assumed, where="a guess")
+    beside = plain.beside(
+        driftlab.open(lab.target, deep, cache=lab.cache).probe(PROMPTS, **SETTINGS)
+    )
+    assert "the first of 2 layers" in basis(beside.tables())
+    assert list(beside.manifest["assumed"]) == ["drafter.norm_eps"]
+    assert "drafter.feedback of none+post_norm" in beside.manifest["resolved"]
+    assert sink_data(beside.tables())["even"].isna().all()
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,18 @@ def test_bands_and_estimates_agree() -> None:
         assert (value[k], low[k], high[k]) == pytest.approx((one.value, one.low, one.high))
 
 
+def test_a_seed_without_data_is_not_drawn() -> None:
+    """Groups of merged runs have unlike seeds: a band is what the estimate beside it says."""
+    values = RNG(8).normal(0, 1, (2, 3, 9))
+    values[1, [0, 2]] = np.nan
+    value, low, high = bands(values, resamples=500)
+    both = estimate(Sample(values[0]), resamples=500)
+    assert (low[0], high[0]) == pytest.approx((both.low, both.high))
+    _, one_low, one_high = bands(values[1:, 1:2], resamples=500)
+    assert (low[1], high[1]) == (one_low[0], one_high[0])
+    assert low[1] < value[1] < high[1]
+
+
 @pytest.mark.parametrize("n_seeds", [1, 3])
 def test_constant_data_has_a_point_interval_and_no_warning(n_seeds: int) -> None:
     constant = Sample(np.full((n_seeds, 8), 0.1) + 0.2)

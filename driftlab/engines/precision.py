@@ -49,6 +49,7 @@ def against_float32(
                 exact = Target.from_model(copied, name=target.name, eos_ids=sorted(target.eos_ids))
             except (ContractError, ResourceError, RuntimeError, ValueError, TypeError) as error:
                 found["not_compared"] = first_line(error)  # no memory, quantised weights
+    if exact is not None:
         found |= {"largest_logit_difference": 0.0, "other_choices": 0, "first_other_choice": None}
     apart = [[0.0, 0.0] for _ in boundaries]
     for text in sample:

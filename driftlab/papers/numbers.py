@@ -122,7 +122,9 @@ class Numbers:
             return self.explained.basis
         left_out = sum(texts.left_out for texts in self.free.texts.values())  # of all rows
         looping = f"; {left_out} looping left out" if left_out else ""
-        return f"{self.free.kind}, {self.size}{looping}"
+        others = any(texts.kind != self.free.kind for texts in self.free.texts.values())
+        named = "; where a row names another temperature, on text of that" if others else ""
+        return f"{self.free.kind}, {self.size}{looping}{named}"
 
     def group(
         self, variant: str, *, condition: str = "", ttt: int | None = None, gate: bool = False

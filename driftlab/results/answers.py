@@ -365,7 +365,9 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         said = "; ".join(
             f"{name} {e.note if math.isnan(e.value) else e.short}" for name, e in left.items()
         )
-        sentence = f"{condition}: share of the drafter's own accepted drafts that is left: {said}."
+        apart = piece.apart(next(iter(members.values())))
+        whose = ", ".join(filter(None, (condition, apart)))
+        sentence = f"{whose}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
         shares = {members[name].label: e for name, e in left.items()}
         out.append(Answer(question, sentence, shares, piece.basis_of(members.values())))
@@ -417,7 +419,9 @@ def _descriptions(measures: Mapping[str, _Measure], draws: int) -> list[Answer]:
             name = measure.name
             if measure.key == "growth":
                 question = "Does the hidden state grow as the drafter drafts deeper?"
-                if value.differs:
+                if math.isnan(value.low):
+                    sentence = f"{group.label}: {name} is {value.short}; one prompt tells no more."
+                elif value.differs:
                     sentence = f"{group.label}: {name} is {value.short}."
                 else:
                     sentence = f"{group.label}: no evidence of growth; {name} is {value.short}."
@@ -429,7 +433,8 @@ def _descriptions(measures: Mapping[str, _Measure], draws: int) -> list[Answer]:
                     estimate(piece.mean(group, "sink", d), resamples=draws) for d in ends
                 )
                 numbers = {"before": before, "after": after, "effect": value}
-                verb = "goes" if value.differs else "shows no evidence of moving: it goes"
+                still = "" if math.isnan(value.low) else "shows no evidence of moving: it "
+                verb = "goes" if value.differs else f"{still}goes"
                 sentence = (
                     f"{group.label}: attention on the sink {verb} from {before.short} at depth "
                     f"{ends[0]} to {after.short} at depth {ends[1]}."
@@ -597,6 +602,8 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     deep = layers(tables)
     first = f"; attention is that of the first of {deep} layers" if deep > 1 else ""
     brackets = f"brackets hold 95% bootstrap intervals over {', '.join(piece.intervals)}"
+    if len(piece.prompts) == 1:
+        brackets = "one prompt has no interval over prompts"
     return f"{piece.over(piece.groups)}; {brackets}{first}"
 
 

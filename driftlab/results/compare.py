@@ -55,12 +55,19 @@ Source = RunDirectory | Measured | Tables | str | Path
 
 @dataclass(frozen=True)
 class Side:
-    """A group of cells of one run. ``seeds`` are those that are compared."""
+    """A group of cells of one run. ``seeds`` are those that are compared; ``kind`` is the run's
+    kind of text beside which the group was measured (:func:`texts_of` has its own)."""
 
     run: str
     group: Group
     tables: Tables = field(repr=False)
+    kind: TextKind
     seeds: tuple[int, ...] = ()
+
+    @property
+    def texts(self) -> tuple[TextKind, pd.DataFrame]:
+        """What it was measured on: the kind, and rows of table ``prompts``."""
+        return texts_of(self.tables, self.group, self.kind)
 
     @property
     def label(self) -> str:
@@ -70,8 +77,14 @@ class Side:
         return f"{self.group.label}, {text} {', '.join(map(str, self.seeds))}"
 
     def shared(self, other: Side) -> tuple[int, ...]:
-        """Seeds that both sides are known to have."""
-        return tuple(s for s in self.seeds if s in other.seeds and s != UNKNOWN_SEED)
+        """Seeds that both sides are known to have; an unknown one where the drafter is the same."""
+        both = (s for s in self.seeds if s in other.seeds)
+        return tuple(s for s in both if s != UNKNOWN_SEED or self.drafter(s) == other.drafter(s))
+
+    def drafter(self, seed: int) -> str:
+        """Hash of a probed drafter, as its manifest has it; else the cell, which is no hash."""
+        cell = self.cells()[seed]
+        return str(setting(self.tables, "inputs", "drafters", cell) or (self.run, cell))
 
     def cells(self) -> dict[int, str]:
         """Seed -> cell."""
@@ -168,15 +181,15 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         measured on: a condition that has texts of its own meets such as have the same.
     """
     runs = [_open(source) for source in (a, b)]
-    kind = _kind(runs, kind)
+    kinds = _kinds(runs, kind)
     _refuse_unlike(runs)
-    pairs = _pairs(runs, kind)
+    pairs = _pairs(runs, kinds)
     for pair in pairs:
-        _refuse_other_texts(runs, pair, kind)
-        _refuse_nothing_counted(runs, pair, kind)
+        _refuse_other_texts(runs, pair)
+        _refuse_nothing_counted(runs, pair)
     made: list[tuple[str, _Pair]] = []
     for side_a, side_b in pairs:
-        made += [(_pair_name(side_a, side_b), p) for p in _measured(side_a, side_b, kind)]
+        made += [(_pair_name(side_a, side_b), p) for p in _measured(side_a, side_b)]
     adjusted = holm({str(i): p.effect for i, (_, p) in enumerate(made)})
     rows = tuple(
         Row(name, p.measure, p.a, p.b, p.effect, adjusted.get(str(i), math.nan))
@@ -189,10 +202,10 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         drawn += " (prompts alone for one seed)"
     size = count(n, max(seeds, default=1), min(seeds, default=1))
     if not any(a.shared(b) for a, b in pairs):
-        size = f"{n} prompts, each its mean over seeds"
-    kinds = dict.fromkeys(str(texts_of(a.tables, a.group, kind)[0]) for a, _ in pairs)
+        size = f"{n} prompt{'s' * (n != 1)}, seeds not paired"
+    texts = dict.fromkeys(str(a.texts[0]) for a, _ in pairs)
     basis = (
-        f"{' and '.join(kinds)}, {size}, paired; 95% bootstrap intervals over {drawn}; "
+        f"{' and '.join(texts)}, {size}, paired; 95% bootstrap intervals over {drawn}; "
         f"p corrected for {len(adjusted)} comparison{'s' * (len(adjusted) != 1)} (Holm)"
     )
     return Comparison(
@@ -200,7 +213,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
         rows=rows,
         basis=basis,
         differences=tuple(_allowed_differences(runs)),
-        notes=tuple(_notes(pairs, kind)),
+        notes=tuple(_notes(pairs)),
     )
 
 
@@ -235,21 +248,21 @@ def split_cell(source: str) -> tuple[Path, str | None]:
     return Path(path), cell
 
 
-def _kind(runs: Sequence[_Run], asked: TextKind | str | None) -> TextKind:
-    """The kind of text that both runs have, the headline's first."""
+def _kinds(runs: Sequence[_Run], asked: TextKind | str | None) -> list[TextKind]:
+    """A kind of text of each run, such that what was named was measured on one kind: the
+    headline's first."""
     if isinstance(asked, str) and asked not in TEXTS:
         raise ConfigError(
             "no such kind of text", got=asked, remedy=f"Name one of {', '.join(TEXTS)}."
         )
-    kinds = [text_kinds(run.tables) for run in runs]
-    if isinstance(asked, str):
-        kinds = [tuple(k for k in there if k.text == asked) for there in kinds]
-    elif asked is not None:
-        kinds = [tuple(k for k in there if k == asked) for there in kinds]
-    shared = [k for k in kinds[0] if k in kinds[-1]]
-    if shared:
-        return shared[0]
-    listed = "; ".join(f"{run.name}: {', '.join(map(str, text_kinds(run.tables)))}" for run in runs)
+    every = [_measured_on(run) for run in runs]
+    for own in every[0]:
+        if (asked is None or asked in (own, own.text)) and all(own in there for there in every):
+            return [there[own] for there in every]
+    listed = "; ".join(
+        f"{run.name}{f':{run.cell}' if run.cell else ''}: {', '.join(map(str, there))}"
+        for run, there in zip(runs, every, strict=True)
+    )
     wanted = f"no {asked} text" if asked is not None else "no kind of text"
     raise RunError(
         f"{wanted} is in both runs" if len(runs) > 1 else f"the run has {wanted}",
@@ -259,8 +272,22 @@ def _kind(runs: Sequence[_Run], asked: TextKind | str | None) -> TextKind:
     )
 
 
-def _pairs(runs: Sequence[_Run], kind: TextKind) -> list[tuple[Side, Side]]:
-    options = [_sides(run, kind) for run in runs]
+def _measured_on(run: _Run) -> dict[TextKind, TextKind]:
+    """Kinds of text that the named cell, or the run, was measured on, each with the run's kind
+    beside which it was: a condition may have a temperature of its own."""
+    known, cells = groups(run.tables)
+    names = [cells["cell"].astype(str), cells["group"].map(lambda i: known[i].label)]
+    rows = cells[(names[0] == run.cell) | (names[1] == run.cell)]
+    found: dict[TextKind, TextKind] = {}
+    for kind in text_kinds(run.tables):
+        of_cell = {texts_of(run.tables, known[i], kind)[0] for i in rows["group"]}
+        for own in of_cell or {kind}:
+            found.setdefault(own, kind)
+    return found
+
+
+def _pairs(runs: Sequence[_Run], kinds: Sequence[TextKind]) -> list[tuple[Side, Side]]:
+    options = [_sides(run, kind) for run, kind in zip(runs, kinds, strict=True)]
     if all(len(o) == 1 for o in options):
         return [(options[0][0], options[1][0])]
     if any(run.cell is not None for run in runs):
@@ -293,7 +320,7 @@ def _sides(run: _Run, kind: TextKind) -> list[Side]:
     for group in piece.groups:
         seeds = np.isfinite(piece.at(group, "n", piece.index[0])).any(axis=1)
         numbers = tuple(s for s, there in zip(piece.seeds, seeds, strict=True) if there)
-        sides.append(Side(run.name, group, run.tables, numbers))
+        sides.append(Side(run.name, group, run.tables, kind, numbers))
     if run.cell is None:
         return sides
     variant = [s for s in sides if s.group.variant == run.cell]
@@ -335,7 +362,7 @@ def one_side(
     Raises RunError when there is no such cell, or several groups to choose from.
     """
     run = _open(source)
-    chosen = _kind([run], kind)
+    (chosen,) = _kinds([run], kind)
     sides = _sides(run, chosen)
     if len(sides) > 1:
         raise RunError(
@@ -343,7 +370,7 @@ def one_side(
             got=", ".join(s.group.label for s in sides),
             remedy=f"Name one: {run.name}:CELL.",
         )
-    return sides[0], texts_of(run.tables, sides[0].group, chosen)[0], run.directory
+    return sides[0], sides[0].texts[0], run.directory
 
 
 def _narrowed(a: Side, b: Side) -> tuple[Side, Side]:
@@ -425,10 +452,10 @@ def _target_name(tables: Tables) -> str:
     return f"{name} ({str(setting(tables, 'inputs', 'target'))[:12]})"
 
 
-def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side], kind: TextKind) -> None:
+def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side]) -> None:
     """Same continuation of every shared prompt, the same anchors in each."""
     unlike = _Unlike(runs)
-    kinds, frames = zip(*(texts_of(s.tables, s.group, kind) for s in pair), strict=True)
+    kinds, frames = zip(*(side.texts for side in pair), strict=True)
     frames = tuple(f.assign(prompt=f["prompt"].astype(str)).set_index("prompt") for f in frames)
     if kinds[0] != kinds[1]:
         remedy = "Name cells on both sides that were measured on one kind."
@@ -471,6 +498,8 @@ def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
         values = [f.get(key, "not set") for f in flat]
         if len(made) > 1 and None in values:  # left to the target by the one, resolved by the other
             continue
+        if key.startswith("interventions.") and all(v in ((), "not set") for v in values):
+            continue  # kept by the cell's name, which is no setting
         if values[0] != values[1] and not key.startswith(skip):
             yield f"{key}: {_brief(values[0])} (A), {_brief(values[1])} (B)"
 
@@ -488,10 +517,10 @@ def _flat(value: object, prefix: str = "") -> Iterable[tuple[str, object]]:
         yield prefix, tuple(value) if isinstance(value, list) else value
 
 
-def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
+def _notes(pairs: Sequence[tuple[Side, Side]]) -> Iterable[str]:
     said = []
     for pair in pairs:
-        rows = [texts_of(s.tables, s.group, kind)[1] for s in pair]
+        rows = [side.texts[1] for side in pair]
         names = [set(r["prompt"].astype(str)) for r in rows]
         both = names[0] & names[1]
         if names[0] != names[1]:
@@ -500,7 +529,7 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
                 f"{len(names[1] - both)} of B were left out"
             )
         loops = both & {str(p) for p in rows[0].loc[rows[0]["loops"].astype(bool), "prompt"]}
-        kept = loops & _counted(pair[0], kind) & _counted(pair[1], kind)
+        kept = loops & _counted(pair[0]) & _counted(pair[1])
         if kept:
             said.append("all compared texts run in a loop, which flatters every drafter")
         if loops - kept:
@@ -523,16 +552,16 @@ def _notes(pairs: Sequence[tuple[Side, Side]], kind: TextKind) -> Iterable[str]:
         yield f"{whose}one seed: the noise of training is not in the intervals"
 
 
-def _counted(side: Side, kind: TextKind) -> set[str]:
+def _counted(side: Side) -> set[str]:
     """Prompts that count in a side's numbers: a looping text does where all of its run loop."""
-    piece = take(side.tables, modes(side.tables)[0], kind)
+    piece = take(side.tables, modes(side.tables)[0], side.kind)
     there = np.isfinite(piece.at(side.group, "n", piece.index[0])).any(axis=0)
     return {p for p, counts in zip(piece.prompts, there, strict=True) if counts}
 
 
-def _refuse_nothing_counted(runs: Sequence[_Run], pair: tuple[Side, Side], kind: TextKind) -> None:
+def _refuse_nothing_counted(runs: Sequence[_Run], pair: tuple[Side, Side]) -> None:
     """One text at least must count on both sides."""
-    sets = [_counted(side, kind) for side in pair]
+    sets = [_counted(side) for side in pair]
     if not sets[0] & sets[1]:
         raise RunError(
             f"{runs[0].name} and {runs[1].name}: no text counts in both",
@@ -598,14 +627,14 @@ def _measures(there: Sequence[Mode], depths: Sequence[int], states: int) -> list
     return out
 
 
-def _measured(a: Side, b: Side, kind: TextKind) -> Iterable[_Pair]:
+def _measured(a: Side, b: Side) -> Iterable[_Pair]:
     """Estimates of both sides and of their paired difference, for every shared measure."""
     there = [m for m in modes(a.tables) if m in modes(b.tables)]
-    depths = take(a.tables, there[0], kind).index
+    depths = take(a.tables, there[0], a.kind).index
     states = [len(t.fused["layer"].unique()) if len(t.fused) else 0 for t in (a.tables, b.tables)]
     for measure in _measures(there, depths, min(states) if states[0] == states[1] else 0):
         table: Any = "fused" if measure.mode is None else "depths"
-        pieces = [take(s.tables, measure.mode, kind, table=table) for s in (a, b)]
+        pieces = [take(s.tables, measure.mode, s.kind, table=table) for s in (a, b)]
         if any(s.group not in p.groups for s, p in zip((a, b), pieces, strict=True)):
             continue
         samples = [measure.sample(p, s.group) for p, s in zip(pieces, (a, b), strict=True)]

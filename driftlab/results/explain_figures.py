@@ -71,7 +71,8 @@ def _series(found: Explained, keys: Iterable[tuple[str, str]]) -> pd.DataFrame:
         )
     frame = pd.concat(frames, ignore_index=True)
     frame = frame[frame["prompts"] > 0].reset_index(drop=True)
-    frame["interval"] = [interval(n, found.resamples, banded=True) for n in frame["seeds"]]
+    sizes = zip(frame["prompts"], frame["seeds"], strict=True)
+    frame["interval"] = [interval(*size, found.resamples, banded=True) for size in sizes]
     frame["text"] = found.text
     frame["mode"] = "forced"
     frame["left_out"] = found.left_out

@@ -129,7 +129,8 @@ def _series(
 def _based(frame: pd.DataFrame, piece: Slice, *, estimated: bool = False) -> pd.DataFrame:
     """``estimated``: its intervals are not those of ``bands``."""
     frame["interval"] = [
-        interval(seeds, piece.resamples, banded=not estimated) for seeds in frame["seeds"]
+        interval(*size, piece.resamples, banded=not estimated)
+        for size in zip(frame["prompts"], frame["seeds"], strict=True)
     ]
     texts = {g.label: piece.texts_of(g) for g in piece.groups}
     each = [texts.get(name, piece.texts[""]) for name in frame["variant"]]  # effects have none

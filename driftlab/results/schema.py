@@ -42,7 +42,7 @@ _ATTENTION_TEXT = {
     "sink_rate": "share of the row's (anchor, head) pairs with more than 0.3 of the mass there",
 }
 _NORM_TEXT = {
-    "rms_input": "depth 1: fused input; depth >= 2: the state that arrives, after interventions",
+    "rms_input": "depth 1: fused input; then what was fed back; after interventions",
     "rms_state_pre": "drafter state before the final norm",
     "rms_state_post": "drafter state after the final norm",
     "rms_feedback": "what is handed to the next depth, before interventions on its way",
@@ -103,7 +103,7 @@ SCHEMAS: dict[str, pa.Schema] = {
                 "tv",
                 _F4,
                 "1",
-                "total variation to the target at temperature 1",
+                "total variation to the measured target at temperature 1",
                 null=True,
             ),
             *_attention(_F4),
@@ -130,7 +130,7 @@ SCHEMAS: dict[str, pa.Schema] = {
             _field("n", _I4, "anchors", "anchors in the mean"),
             _field("rms_in", _F4, "rms", "captured state"),
             _field("l2_in", _F4, "l2", "captured state"),
-            _field("rms_normed", _F4, "rms", "captured state after the fusion norm"),
+            _field("rms_normed", _F4, "rms", "captured state after fusion norm and interventions"),
             _field("rms_part", _F4, "rms", "part_i = W_i N(a)_i"),
             _field("share", _F4, "1", "<part_i, g> / <g, g>; all and fc's bias sum to 1"),
             _field("cosine", _F4, "1", "cosine of part_i and the fused input g"),
@@ -159,7 +159,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         "one per cell",
         [
             _CELL,
-            _field("variant", _S, "name", "fusion norm + feedback (+ residual, gate)"),
+            _field("variant", _S, "name", "fusion norm + feedback (+ what else was trained)"),
             _field("fusion_norm", _S, "enum", "norm before fc, as trained"),
             _field("feedback", _S, "enum", "what depth d+1 receives, as trained"),
             _field("residual", _S, "enum", "what the attention output is added to"),

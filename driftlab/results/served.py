@@ -381,7 +381,7 @@ def compare_served(
     if not isinstance(served, Served):
         served = read_served(served)
     side, kind, directory = one_side(run, kind)
-    piece = take(side.tables, "free", kind)
+    piece = take(side.tables, "free", side.kind)
     said = served.depth
     if said is not None and depth is not None and said != depth:
         raise RunError(
@@ -407,10 +407,15 @@ def compare_served(
         return estimate(Sample(values, rounds), resamples=draws)
 
     drafts = pooled(accepted.sum(axis=-1))
+    error = served.error
+    if math.isnan(error) and not math.isnan(served.rounds):
+        # Of counts up to k with a known mean; this is the largest that their spread can be.
+        spread = max(served.accepted_drafts * (k - served.accepted_drafts), 0.0)
+        error = math.sqrt(spread / served.rounds)
     rows = [
-        _beside("acceptance length (bonus included)", served.acceptance_length, served.error,
+        _beside("acceptance length (bonus included)", served.acceptance_length, error,
                 _plus_one(drafts)),
-        _beside("accepted drafts (no bonus)", served.accepted_drafts, served.error, drafts),
+        _beside("accepted drafts (no bonus)", served.accepted_drafts, error, drafts),
     ]  # fmt: skip
     for d, share in enumerate(served.marginal[:k]):
         error = math.sqrt(share * (1 - share) / served.rounds)
@@ -438,13 +443,13 @@ def _rounds(
     side: Side, kind: TextKind, directory: RunDirectory | None, k: int
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Accepted rounds [seeds, prompts, k] by position, rounds [seeds, prompts], and how."""
-    piece = take(side.tables, "free", kind)
+    piece = take(side.tables, "free", side.kind)
     rows = [piece.seeds.index(s) for s in side.seeds]
     group = piece.groups.index(side.group)
     accepted = np.nan_to_num(piece.cube("n_accepted")[group][rows][..., :k])
     rounds = piece.at(side.group, "n", piece.index[0])[rows]
     every = "a round starts at every anchor, where an engine's starts after accepted tokens"
-    if directory is None:
+    if directory is None or "reduced" in directory.manifest:  # a published run has no steps
         return accepted, rounds, every
     walked, counted = accepted.copy(), rounds.copy()
     for i, cell in enumerate(side.cells().values()):

@@ -321,7 +321,10 @@ class Slice:
         plain = [g for g in groups if not self.apart(g)]
         shown = np.isin(self.positions[0], [self.groups.index(g) for g in plain or groups])
         size = len(np.unique(self.positions[2][shown]))
-        said = [f"{self.kind}, {count(size, most, fewest)}", *self.texts[""].faults]
+        words = count(size, most, fewest)
+        if self.seeds == (UNKNOWN_SEED,):
+            words = f"{size} prompt{'s' * (size != 1)}, seed unknown"
+        said = [f"{self.kind}, {words}", *self.texts[""].faults]
         theirs: dict[str, dict[str, None]] = {}
         for group in groups:
             if words := self.apart(group):

@@ -278,8 +278,11 @@ def bands(
     return value, low, high
 
 
-def interval(seeds: int, resamples: int, *, banded: bool = False) -> str:
-    """What an interval of so many seeds draws, and how; one of :func:`bands` if ``banded``."""
+def interval(prompts: int, seeds: int, resamples: int, *, banded: bool = False) -> str:
+    """What an interval of so many prompts and seeds draws, and how; one of :func:`bands` if
+    ``banded``."""
+    if prompts < 2:
+        return "one prompt has none"
     drawn = "seeds and prompts" if seeds > 1 else "prompts"
     method = "percentile" if banded or seeds > 1 else ONE_SEED
     return f"95% bootstrap over {drawn}, {resamples} draws, {method}"
