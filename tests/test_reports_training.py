@@ -169,9 +169,24 @@ def test_acceptance_of_held_back_texts_is_that_of_the_rounds() -> None:
 
 
 def test_there_must_be_texts_to_hold_back(folder: Path) -> None:
-    corpus = stored(pairs.memorised_target(), pairs.lessons(1), folder)
-    with pytest.raises(DataError, match="holds back texts"):
-        learn(fresh(corpus), corpus, SPEC.model_copy(update={"evaluate_every": 2}))
+    spec = SPEC.model_copy(update={"evaluate_every": 2})
+    short = pairs.as_text([1, 2, 3], [4, 5], "short")
+    for texts, said in (
+        (pairs.lessons(1), "1 text"),
+        ([*pairs.lessons(2), short], "1 held back, none with a round of train.ttt = 3"),
+    ):
+        corpus = stored(pairs.memorised_target(), texts, folder)
+        with pytest.raises(DataError, match=f"holds back texts .*{said}"):
+            learn(fresh(corpus), corpus, spec)
+
+
+def test_a_held_back_text_that_is_shorter_than_a_round_has_none(folder: Path) -> None:
+    long, *_ = pairs.lessons(1)
+    short = [pairs.as_text([1, 2, 3], [4] * n, f"short {n}") for n in range(4)]
+    corpus = stored(pairs.memorised_target(), [long, *short], folder)
+    made = fresh(corpus)
+    alone, all_of_them = (accepted_drafts(made, corpus, range(n), 5) for n in (1, 5))
+    assert alone == all_of_them
 
 
 # --- 46: fewer distinct tokens than draft ids -------------------------------------------------

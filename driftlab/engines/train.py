@@ -122,20 +122,19 @@ def supervised_share(
 
 def accepted_drafts(drafter: Drafter, corpus: Features, rows: Sequence[int], depth: int) -> float:
     """Mean accepted drafts of a greedy round of ``depth``, over all anchors of the texts ``rows``
-    that have ``depth`` tokens of response to guess; 0 when there are none."""
+    that have ``depth`` tokens of response to guess."""
     accepted = anchors = 0
     device, dtype = drafter.norm.weight.device, drafter.norm.weight.dtype
     with torch.no_grad():
         for row in rows:
             item = corpus.item(row)
-            tokens = item["tokens"]
-            chosen = torch.arange(max(0, item["prompt_len"] - 2), len(tokens) - 1 - depth)
+            chosen = _rounds(corpus.texts[row], depth)
             if not len(chosen):
                 continue
             right = torch.ones(len(chosen), dtype=torch.bool, device=device)
             for step in unroll(
                 drafter,
-                tokens[None].to(device),
+                item["tokens"][None].to(device),
                 item["aux"][None].to(device, dtype),
                 depth=depth,
                 mode="free",
@@ -145,6 +144,12 @@ def accepted_drafts(drafter: Drafter, corpus: Features, rows: Sequence[int], dep
                 accepted += int(right.sum())
             anchors += len(chosen)
     return accepted / max(1, anchors)
+
+
+def _rounds(text: Text, depth: int) -> Tensor:
+    """The anchors of ``text`` with ``depth`` tokens of response to guess; none in a short one."""
+    first = max(0, text.prompt_len - 2)
+    return torch.arange(first, max(first, len(text.tokens) - 1 - depth))
 
 
 class SoftTargets:
@@ -353,7 +358,7 @@ def train(
     ------
     ConfigError: ``alignment`` with several ``ranks``.
     NumericsError: the loss or a gradient is not finite. DataError: no position is supervised (said
-        before the first step), or too few texts to hold any back.
+        before the first step), or too few or too short texts to hold any back.
     CheckpointError: ``checkpoint`` belongs to another training.
     """
     if alignment is not None and ranks.size > 1:
@@ -371,7 +376,7 @@ def train(
             f"no position is supervised: 0 of {sum(len(t.tokens) for t in corpus.texts)} tokens",
             remedy="The texts need responses whose tokens are in the draft vocabulary.",
         )
-    lessons, held = _hold_back(len(corpus), spec)
+    lessons, held = _hold_back(corpus.texts, spec)
     optimiser = torch.optim.AdamW(
         weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay, fused=True
     )
@@ -474,18 +479,21 @@ def _bad_gradients(drafter: Drafter, step: int) -> NumericsError:
     )
 
 
-def _hold_back(texts: int, spec: TrainSpec) -> tuple[range | None, range]:
+def _hold_back(texts: Sequence[Text], spec: TrainSpec) -> tuple[range | None, range]:
     """Texts to learn from (None: all), and texts to choose weights on."""
     if spec.evaluate_every is None:
         return None, range(0)
-    if texts < 2:
+    first = len(texts) - max(1, len(texts) // 10)
+    # Without a round all evaluations would be 0, and the first weights would count as the best.
+    if first < 1 or not any(len(_rounds(text, spec.ttt)) for text in texts[first:]):
         raise DataError(
             "train.evaluate_every holds back texts to choose weights on",
-            got=f"{texts} text",
-            remedy="Give more texts, or leave train.evaluate_every out.",
+            got="1 text"
+            if first < 1
+            else f"{len(texts) - first} held back, none with a round of train.ttt = {spec.ttt}",
+            remedy="Give more or longer texts, or leave train.evaluate_every out.",
         )
-    first = texts - max(1, texts // 10)
-    return range(first), range(first, texts)
+    return range(first), range(first, len(texts))
 
 
 def _stream(
