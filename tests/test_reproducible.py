@@ -53,6 +53,11 @@ def test_from_scratch_the_same_bytes(folder: Path) -> None:
     assert "4 of 5 tables equal the first run's byte for byte; others: steps." in verdict(
         stored, again
     )
+    again.update_manifest(inputs={**stored["inputs"], "drafters": {"none+pre_norm/s0": "a"}})
+    stored["inputs"]["drafters"] = {"none+pre_norm/s0": "b"}
+    assert "3 of 4 inputs equal the first run's byte for byte; others: drafters." in verdict(
+        stored, again
+    )
 
 
 # Measured over the small suite: see docs/reliability.md.
