@@ -390,6 +390,28 @@ def test_unlike_runs_are_not_merged() -> None:
     assert not (small.home() / "never").exists()
 
 
+def test_a_merge_names_the_drafters_of_all_its_runs(tmp_path: Path) -> None:
+    """And so it is the run of an experiment on drafters that were merged before."""
+    trained = small.home() / "seed 1"
+    run_experiment(small.spec("seeds=[1]", 'name="seed-1"'), trained, quiet=True)
+    noisy = 'applied.conditions=[{name="noisy", interventions=[{kind="noise", alpha=0.5}]}]'
+    parts = []
+    for seed, run in enumerate((small.home() / "done", trained)):
+        asked = spec(f"seeds=[{seed}]", f"applied.drafters={json.dumps(str(run))}", noisy)
+        parts.append(run_experiment(asked, small.home() / f"noisy {seed}", quiet=True))
+    merged = merge([part.path for part in parts], small.home() / "noisy").manifest
+    names = {"none+pre_norm/s0", "none+post_norm/s0", "none+pre_norm/s1", "none+post_norm/s1"}
+    assert set(merged["inputs"]["drafters"]) == names
+    assert merged["drafters"]["sha256"] == merged["inputs"]["drafters"]
+    assert merged["drafters"]["run"] == "micro, seed-1"
+    assert merged["conditions"]["noisy"]["drafters"] == 4
+    both = merge([small.home() / "done", trained], small.home() / "drafters of both").path
+    again = spec("seeds=[0, 1]", f"applied.drafters={json.dumps(str(both))}", noisy)
+    again = again.model_copy(update={"name": "noisy"})
+    done = run_experiment(again, small.home() / "noisy", quiet=True)
+    assert set(done.cells["status"]) == {"done"}
+
+
 def copied(name: str, source: str, **changes: Any) -> Path:
     """A run of ``source`` with another manifest."""
     path = small.home() / name

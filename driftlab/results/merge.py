@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from filecmp import cmp
@@ -91,6 +92,8 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
     first = manifests[0]
     manifest = {
         **{name: first[name] for name in _KEPT if name in first},
+        **_drafters(manifests),
+        **_conditions(first, Counter(row["condition"] for own in rows for row in own)),
         **{n: v for n in ("precision", "supervised") if (v := _agreed(manifests, n)) is not None},
         **{n: said for n in ("warnings", "differs") if (said := _all_said(manifests, n))},
         "config": merged.model_dump(mode="json"),
@@ -131,11 +134,28 @@ def _stages(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_KEPT = (
-    *("question", "versions", "git", "hardware", "inputs", "assumed", "resolved", "coverage"),
-    "drafters",
-    "conditions",
-)
+_KEPT = ("question", "versions", "git", "hardware", "inputs", "assumed", "resolved", "coverage")
+
+
+def _drafters(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is said of drafters that other runs have trained: of all, by the names of those runs."""
+    said = [m["drafters"] for m in manifests if m.get("drafters")]
+    if not said:
+        return {}
+    hashes = {cell: sha for m in manifests for cell, sha in m["inputs"]["drafters"].items()}
+    named = {
+        n: ", ".join(dict.fromkeys(str(one.get(n)) for one in said)) for n in ("run", "config_hash")
+    }
+    inputs = {**manifests[0]["inputs"], "drafters": hashes}
+    return {"inputs": inputs, "drafters": {**named, "sha256": hashes}}
+
+
+def _conditions(manifest: Mapping[str, Any], cells: Counter[str]) -> dict[str, Any]:
+    """The notes of all conditions, with the drafters that the merged ``cells`` count."""
+    notes = manifest.get("conditions")
+    if notes is None:
+        return {}
+    return {"conditions": {n: {**note, "drafters": cells[n]} for n, note in notes.items()}}
 
 
 def _agreed(manifests: Sequence[Mapping[str, Any]], name: str) -> Any:
