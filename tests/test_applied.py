@@ -215,7 +215,7 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ('applied.conditions=[{name="x", temperature=1, variants=["none+none"]}]',),
             ConfigError,
-            r"variants that are not measured .*none\+none",
+            r"condition x names variants that are not there to be changed .*none\+none",
         ),
         *(
             ((f'applied.conditions=[{{name="x", interventions=[{{{one}}}]}}]',), ConfigError, said)
@@ -345,6 +345,25 @@ def test_a_filler_that_is_not_read_is_refused(tmp_path: Path) -> None:
     asked = spec(ANALYSIS.replace("noisy", "f"), condition)
     with pytest.raises(ConfigError, match=r"context.filler is not read.*\(got no.txt\)"):
         run_experiment(asked, tmp_path / "r", quiet=True)
+
+
+def test_variants_choose_among_the_drafters_that_the_run_trains() -> None:
+    pinned = '{name="pinned", interventions=[{kind="pin_norm"}]'
+    for settings, said in (
+        (('applied.variants=["none"]',), r"applied.variants names .* \(got none\)"),
+        (
+            (
+                'applied.variants=["none+pre_norm"]',
+                f'applied.conditions=[{pinned}, variants=["none+post_norm"]}}]',
+            ),
+            r"condition pinned names .* \(got none\+post_norm\)\nThere are: none\+pre_norm\.",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run_experiment(small.spec(*settings), small.home() / "cannot", quiet=True)
+    chosen = ('applied.variants=["none+post_norm"]', f"applied.conditions=[{pinned}}}]")
+    run = run_experiment(small.spec(*chosen), small.home() / "chosen", quiet=True)
+    assert sorted(run.cells["cell"]) == sorted([*small.CELLS, "none+post_norm/s0/pinned"])
 
 
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:

@@ -188,8 +188,9 @@ def check_conditions(plan: Plan, given: Given | None) -> None:
         ]
     else:
         contracts = [(d.row["variant"], stated_config(d.folder)) for d in given.drafters]
+    chosen = _chosen("applied.variants", applied.variants, {name for name, _ in contracts})
     for condition in applied.conditions:
-        wanted = _wanted(condition, {name for name, _ in contracts})
+        wanted = _chosen(f"condition {condition.name}", condition.variants, chosen)
         for name, config in contracts:
             if name not in wanted:
                 continue
@@ -232,10 +233,12 @@ def applied_jobs(
     applied = plan.experiment.applied
     assert applied is not None
     out, rows = Changed(), _TextRows(plan)
+    variants = {job.row["variant"] for job in unchanged}
+    chosen = _chosen("applied.variants", applied.variants, variants)
     for condition in applied.conditions:
         settings = tuple(dict(one) for one in condition.interventions)
         made = [from_settings(one) for one in settings]
-        wanted = _wanted(condition, {job.row["variant"] for job in unchanged})
+        wanted = _chosen(f"condition {condition.name}", condition.variants, chosen)
         drafters = [job for job in unchanged if job.row["variant"] in wanted]
         features, reference = _states(plan, condition, measured, rows)
         _check_effect(plan, condition, features)
@@ -262,15 +265,15 @@ def applied_jobs(
     return out
 
 
-def _wanted(condition: Condition, known: set[str]) -> set[str]:
-    """The variants that ``condition`` changes, of those that are measured."""
-    if absent := sorted(set(condition.variants) - known):
+def _chosen(who: str, named: Sequence[str], known: set[str]) -> set[str]:
+    """The variants ``named`` by ``who``, all where none is; ConfigError: one is not ``known``."""
+    if absent := sorted(set(named) - known):
         raise ConfigError(
-            f"condition {condition.name} names variants that are not measured",
+            f"{who} names variants that are not there to be changed",
             got=", ".join(absent),
-            remedy=f"Measured: {', '.join(sorted(known))}.",
+            remedy=f"There are: {', '.join(sorted(known))}.",
         )
-    return set(condition.variants) or known
+    return set(named) or known
 
 
 class _TextRows:
