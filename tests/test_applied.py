@@ -199,6 +199,15 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("seeds=[0, 7]",), RunError, "lacks drafters .*seed 7"),
         (("train.steps=1",), ConfigError, r"train\.steps changes nothing: .*got 1, they"),
         (("drafter.num_heads=1",), ConfigError, r"drafter\.num_heads changes nothing"),
+        *(
+            ((setting, "text.measure_new_tokens=24"), ConfigError, f"text.{setting[5:9]}.* changes")
+            for setting in (
+                "text.train_tokens=99",
+                "text.train_temperature=0.3",
+                "text.train_prompts=train",
+                "text.max_new_tokens=20",
+            )
+        ),
         (("axes.ttt=[1]",), ConfigError, r"axes\.ttt names what .* were not trained with .got 1"),
         (('applied.variants=["concat+pre_norm"]',), RunError, r"lacks drafters .*concat\+pre_norm"),
         (("target.boundaries=[0, 1, 1]",), RunError, "other boundaries"),
@@ -298,6 +307,13 @@ def test_axes_that_nobody_named_are_not_asked_of_trained_drafters() -> None:
     unnamed = small.spec().model_copy(update={"axes": Axes()})
     assert not set(unnamed.levels()["fusion_norm"]) <= set(small.spec().levels()["fusion_norm"])
     applied_room._refuse_idle(unnamed, held)
+
+
+def test_the_length_of_measured_texts_is_no_setting_of_training() -> None:
+    held = RunDirectory.open(small.home() / "done")
+    applied_room._refuse_idle(small.spec("text.max_new_tokens=20"), held)
+    unnamed = ("text.max_new_tokens=128", "text.measure_new_tokens=9")
+    applied_room._refuse_idle(small.spec(*unnamed), held)
 
 
 def test_a_report_says_which_texts_a_condition_of_another_temperature_has() -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.analysis.interventions import first_idle, from_settings
-from driftlab.config import Axes, Condition, DrafterConfig, Experiment, build_experiment
+from driftlab.config import (
+    Axes,
+    Condition,
+    DrafterConfig,
+    Experiment,
+    TextSpec,
+    build_experiment,
+)
 from driftlab.data.corpus import Source
 from driftlab.data.features import Features
 from driftlab.data.text import Text
@@ -137,10 +144,16 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
 def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
     """Raise ConfigError for settings of training that ``run`` made its drafters without."""
     made, asked = run.manifest.get("config") or {}, experiment.model_dump(mode="json")
-    for table in ("train", "drafter"):
+    del asked["train"]["checkpoint_every"]
+    lessons = ["train_prompts", "given", "train_tokens", "train_temperature"]
+    if experiment.text.measure_new_tokens is not None:
+        lessons.append("max_new_tokens")  # else measured texts are of that length
+    unnamed = {n: f.default for n, f in TextSpec.model_fields.items()}
+    asked["text"] = {n: v for n in lessons if (v := asked["text"][n]) != unnamed[n]}
+    for table in ("train", "drafter", "text"):
         there = made.get(table) or {}
         for name, value in asked[table].items():
-            if name in there and name != "checkpoint_every" and there[name] != value:
+            if name in there and there[name] != value:
                 raise ConfigError(
                     f"{table}.{name} changes nothing: the drafters of {run.path} are trained",
                     got=f"{value}, they were made with {there[name]}",
