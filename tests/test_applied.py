@@ -52,6 +52,7 @@ ANALYSIS = """analysis={primary = {measure = "accepted drafts", factor = "condit
  factor = "feedback", levels = ["pre_norm", "post_norm"]}]}""".replace("\n", "")
 TRAINED = """analysis={primary = {measure = "accepted drafts", factor = "feedback",
  levels = ["pre_norm", "post_norm"]}}""".replace("\n", "")
+NOISY = '{name="noisy", interventions=[{kind="noise", alpha=0.5}]}'
 NAMES = ("noisy", "swapped", "bare", "long", "cool", "int4", "int4 own")
 
 
@@ -243,6 +244,22 @@ def test_a_damaged_drafter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 ('kind="noise", alpha=0', "changes nothing, alpha is 0"),
             )
         ),
+        *(
+            (
+                (f'applied.conditions=[{{name="x", {usual}}}]',),
+                ConfigError,
+                f"condition x changes nothing .got {said} auto, as they are without it",
+            )
+            for usual, said in (
+                ('template="auto"', "template"),
+                ('template="auto", bos="auto"', "template and bos"),
+            )
+        ),
+        (
+            (f"applied.conditions=[{NOISY[:-1]}, template='auto'}}, {NOISY.replace('sy', '')}]",),
+            ConfigError,
+            "the conditions noisy and noi are the same",
+        ),
         (("measure.sink=[0, 500]",), ConfigError, "sink position 500 is not in every text"),
     ],
 )
@@ -363,6 +380,18 @@ def test_a_filler_that_is_not_read_is_refused(tmp_path: Path) -> None:
         run_experiment(asked, tmp_path / "r", quiet=True)
 
 
+def test_a_condition_whose_texts_are_the_runs_own_is_told_of() -> None:
+    """As of a series of temperatures the one that the base samples at anyway."""
+    made = '{name="same", temperature=1.0}, {name="cool", temperature=0.5}, {name="s", system=""}'
+    asked = small.spec('applied.text="sampled"', f"applied.conditions=[{made}]")
+    run = run_experiment(asked, small.home() / "series", quiet=True)
+    assert run.manifest["warnings"] == [
+        "condition same changes nothing here: its texts are those of the unchanged drafter",
+        "condition s changes nothing here: its texts are those of the unchanged drafter",
+    ]
+    assert "warnings" not in RunDirectory.open(applied()).manifest
+
+
 def test_variants_choose_among_the_drafters_that_the_run_trains() -> None:
     pinned = '{name="pinned", interventions=[{kind="pin_norm"}]'
     for settings, said in (
@@ -429,7 +458,7 @@ def test_a_merge_names_the_drafters_of_all_its_runs(tmp_path: Path) -> None:
     """And so it is the run of an experiment on drafters that were merged before."""
     trained = small.home() / "seed 1"
     run_experiment(small.spec("seeds=[1]", 'name="seed-1"'), trained, quiet=True)
-    noisy = 'applied.conditions=[{name="noisy", interventions=[{kind="noise", alpha=0.5}]}]'
+    noisy = f"applied.conditions=[{NOISY}]"
     parts = []
     for seed, run in enumerate((small.home() / "done", trained)):
         asked = spec(f"seeds=[{seed}]", f"applied.drafters={json.dumps(str(run))}", noisy)

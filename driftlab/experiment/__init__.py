@@ -155,10 +155,7 @@ def _prepare(
         inputs["train_states"] = learned.key
         first = plan.training_jobs(run.path, frozen, learned, measured, rows)
         covered = first[0].row["coverage"]
-        told: dict[str, Any] = {
-            "supervised": plan.supervised(learned.texts, plan.vocabulary(learned.texts)),
-            **({"warnings": warned} if warned else {}),
-        }
+        told = {"supervised": plan.supervised(learned.texts, plan.vocabulary(learned.texts))}
     else:
         assert given is not None
         inputs["drafters"] = {drafter.cell: drafter.sha for drafter in given.drafters}
@@ -172,6 +169,7 @@ def _prepare(
             changed = applied_jobs(plan, first, run, frozen, measured)
         phases.append(changed.jobs)
         notes = {"conditions": changed.notes}
+        warned += changed.warnings
         inputs |= {f"states of {name}": key for name, key in changed.states.items()}
     if here:
         _check_memory(phases, given, learned, plan.store, experiment.workers)
@@ -197,6 +195,7 @@ def _prepare(
         resolved={n: s.model_dump(mode="json") for n, s in plan.provenance.items()},
         coverage=covered,
         **told,
+        **({"warnings": warned} if warned else {}),
         **({} if given is None else {"drafters": given.record()}),
         **notes,
     )

@@ -232,11 +232,13 @@ def _check_effect(plan: Plan, condition: Condition, features: Features) -> None:
 
 @dataclass
 class Changed:
-    """Jobs of all conditions; ``notes`` and keys of ``states`` by condition, for the manifest."""
+    """Jobs of all conditions; ``notes`` and keys of ``states`` by condition, and ``warnings``, for
+    the manifest."""
 
     jobs: list[CellJob] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def applied_jobs(
@@ -255,6 +257,11 @@ def applied_jobs(
         drafters = [job for job in unchanged if job.row["variant"] in wanted]
         features, reference = _states(plan, condition, measured, rows)
         _check_effect(plan, condition, features)
+        # Not refused: of a series that is asked of every target, one may be what this one has.
+        own = {text.tokens for text in features.texts} - {text.tokens for text in measured.texts}
+        if not (own or made or condition.quantize):
+            said = "changes nothing here: its texts are those of the unchanged drafter"
+            out.warnings.append(f"condition {condition.name} {said}")
         out.states[condition.name] = features.key
         out.notes[condition.name] = {
             "interventions": [one.record() for one in made],

@@ -109,6 +109,14 @@ def _check_conditions(experiment: Experiment) -> None:
     seen: dict[tuple[object, ...], str] = {}
     for condition in () if applied is None else applied.conditions:
         made = tuple(from_settings(one) for one in condition.interventions)
+        usual = {n: None for n in ("template", "bos") if getattr(condition, n) == "auto"}
+        condition = condition.model_copy(update=usual)
+        if not (made or condition.quantize or condition.changes_text):
+            raise ConfigError(
+                f"condition {condition.name} changes nothing",
+                got=f"{' and '.join(usual)} auto, as they are without it",
+                remedy="It would be labelled as one that does: correct or remove it.",
+            )
         rest = condition.model_dump(mode="json", exclude={"name", "interventions"})
         key = (made, *((n, str(v)) for n, v in rest.items()))
         if key in seen:
