@@ -52,7 +52,7 @@ from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import (
     check_sink,
     measurable_anchors,
-    measured_lengths,
+    measured_spans,
     probe,
     storable,
     target_probabilities,
@@ -653,9 +653,9 @@ class Lab:
 
     def _check_effect(self, features: Features, spec: MeasureSpec) -> None:
         """Refuse a sink that a text does not have, and an intervention that changes nothing."""
-        lengths = measured_lengths(features.texts, spec)
-        check_sink(spec.sink, lengths)
-        if found := first_idle(self._applied, lengths, spec.depth):
+        spans = measured_spans(features.texts, spec)
+        check_sink(spec.sink, [length for _, length in spans])
+        if found := first_idle(self._applied, self.drafter.config, spans, spec.depth):
             raise ConfigError(
                 f"{found[0]} changes nothing: {found[1]}",
                 remedy="It would be labelled as one that does: correct it or leave it out.",

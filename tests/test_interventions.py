@@ -501,7 +501,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "lengths", "depth", "said"),
+    ("made", "lengths", "depth", "said"),  # of a drafter with full attention
     [
         (knock_out_sink(positions=(0, 20)), (20, 30), 4, "20 tokens has no position 20"),
         (knock_out_sink(positions=(0, 19)), (20, 30), 4, None),
@@ -517,7 +517,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], said: str) -> None:
 def test_a_change_that_changes_nothing_says_why(
     made: Intervention, lengths: tuple[int, ...], depth: int, said: str | None
 ) -> None:
-    found = made.idle(lengths, depth)
+    found = made.idle(pairs.config(), [(4, length) for length in lengths], depth)
     assert found is None if said is None else said in str(found)
 
 
@@ -535,5 +535,34 @@ def test_a_window_is_idle_where_its_mask_hides_nothing(
                 hidden += sum(keep <= key <= own - size for key in range(anchor + 1))
                 hidden += sum(key <= own - size for key in range(anchor + 1, own + 1))
         seen_by_size[size] = hidden
-    idle = {size: window(size, keep).idle((5, SIZE), DEPTH) is not None for size in seen_by_size}
+    spans = [(2, 5), (2, SIZE)]
+    idle = {
+        size: window(size, keep).idle(pairs.config(), spans, DEPTH) is not None
+        for size in seen_by_size
+    }
     assert idle == {size: hidden == 0 for size, hidden in seen_by_size.items()}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("windows", [(2,), (4,), (2, 4), (4, None)])
+def test_what_the_drafters_own_window_hides_already_is_idle(
+    given: tuple[Tensor, Tensor], windows: tuple[int | None, ...], moves: bool
+) -> None:
+    """Idle is what leaves every number of the drafter as it is, and nothing else."""
+    config = pairs.config(windows=windows, num_layers=len(windows), window_moves=moves)
+    drafter = pairs.drafter(windows=windows, num_layers=len(windows), window_moves=moves)
+    first, depth = 4, 3
+    anchors = torch.arange(first, SIZE - 1 - depth)
+
+    def logits(*made: Intervention) -> Tensor:
+        with torch.inference_mode(), apply(drafter, made) as changed:
+            steps = unroll(changed, *given, depth=depth, mode="forced", anchors=anchors)
+            return torch.stack([step.logits for step in steps])
+
+    plain = logits()
+    changes: list[Intervention] = [window(size) for size in range(1, 9)]
+    changes += [raise_sink(2.0, (position,)) for position in range(first)]
+    changes += [knock_out_sink("remove", (0, position)) for position in range(1, first)]
+    for made in changes:
+        idle = made.idle(config, [(first, SIZE)] * 2, depth)
+        assert (idle is not None) == torch.equal(logits(made), plain), (made, idle)

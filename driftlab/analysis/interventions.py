@@ -29,6 +29,8 @@ from driftlab.errors import ConfigError, ContractError
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment, attach
 
+Spans = Sequence[tuple[int, int]]
+"""First measured anchor, and number of tokens, of each text."""
 FIRST = (0,)
 """The sink of most targets: the first position. Others are given as positions."""
 
@@ -44,8 +46,9 @@ class Intervention:
         """The contract of a drafter of ``config`` under the change; ConfigError: it has none."""
         return config
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
-        """Why nothing changes in chains of ``depth`` on texts of ``lengths``, or None.
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
+        """Why nothing changes in chains of ``depth`` of a drafter of ``config`` on texts of
+        ``spans``, or None.
 
         A position that some text does not have is a reason too: its rows would be unchanged ones.
         """
@@ -105,7 +108,7 @@ class pin_norm(Intervention):
     The magnitude pin of arXiv 2605.09992: ``u <- u * rms(g_t) / rms(u)`` at every depth >= 2.
     """
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
         return "depth 1 is handed no state" if depth == 1 else None
 
     @contextmanager
@@ -155,7 +158,7 @@ class noise(Intervention):
         _choice("noise path", self.path, get_args(Path))
         _whole("seed", self.seed)
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
         return None if self.alpha else "alpha is 0"
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
@@ -194,8 +197,8 @@ class knock_out_sink(Intervention):
         _choice("mode", self.mode, ("remove", "redirect"))
         _positions(self.positions)
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
-        return _beyond(self.positions, lengths)
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
+        return _unseen(self.positions, config, spans)
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def remove(scores: Tensor, moment: Moment) -> Tensor:
@@ -223,8 +226,8 @@ class raise_sink(Intervention):
         _number("delta", self.delta)
         _positions(self.positions)
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
-        return _beyond(self.positions, lengths) if self.delta else "delta is 0"
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
+        return _unseen(self.positions, config, spans) if self.delta else "delta is 0"
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def lift(scores: Tensor, moment: Moment) -> Tensor:
@@ -241,7 +244,7 @@ class mask_chain_keys(Intervention):
     unchanged.
     """
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
         return "depths 1 and 2 have no such keys" if depth < 3 else None
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
@@ -271,12 +274,16 @@ class window(Intervention):
         _whole("size of a window", self.size, least=1)
         _whole("keep of a window", self.keep)
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
         # The last anchor has ``depth`` true tokens after the newest one: its deepest query stands
         # at S - 3 and hides up to S - 3 - size, of its own chain the keys ``size`` and more back.
-        if self.size + self.keep <= max(lengths) - 3 or self.size <= depth - 2:
-            return None
-        return f"no text is longer than its {self.size + self.keep} keys"
+        longest = max(length for _, length in spans)
+        if self.size + self.keep > longest - 3 and self.size > depth - 2:
+            return f"no text is longer than its {self.size + self.keep} keys"
+        own = max((w or math.inf for w in config.windows), default=math.inf)
+        if self.size >= (own if config.window_moves else own + depth - 1):
+            return f"the drafter's own window of {own} keys hides all that it would"
+        return None
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def mask(scores: Tensor, moment: Moment) -> Tensor:
@@ -395,7 +402,7 @@ class swap_norm(Intervention):
                 "swap_norm changes nothing", remedy="Give fusion_norm, feedback, or both."
             )
 
-    def idle(self, lengths: Sequence[int], depth: int) -> str | None:
+    def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
         alone = self.fusion_norm is None and depth == 1
         return "depth 1 is handed no state" if alone else None
 
@@ -459,11 +466,11 @@ KINDS: dict[str, type[Intervention]] = {
 
 
 def first_idle(
-    changes: Iterable[Intervention], lengths: Sequence[int], depth: int
+    changes: Iterable[Intervention], config: DrafterConfig, spans: Spans, depth: int
 ) -> tuple[Intervention, str] | None:
     """The first of ``changes`` that is idle (:meth:`Intervention.idle`), and why; None: none is,
     or there is no text to tell by."""
-    found = ((one, one.idle(lengths, depth)) for one in changes) if lengths else ()
+    found = ((one, one.idle(config, spans, depth)) for one in changes) if spans else ()
     return next(((one, why) for one, why in found if why), None)
 
 
@@ -517,7 +524,14 @@ def _positions(positions: object) -> None:
         raise ConfigError("a sink position is named twice", got=repr(positions))
 
 
-def _beyond(positions: Sequence[int], lengths: Sequence[int]) -> str | None:
+def _unseen(positions: Sequence[int], config: DrafterConfig, spans: Spans) -> str | None:
+    """Why a query does not see a key at one of ``positions``, or none sees any, or None."""
     last = max(positions)
-    short = min(lengths)
-    return f"a text of {short} tokens has no position {last}" if last >= short else None
+    short = min(length for _, length in spans)
+    if last >= short:
+        return f"a text of {short} tokens has no position {last}"
+    # What one layer sees of a position, the next sees of that layer: their windows add up.
+    reach = sum((w or math.inf) - 1 for w in config.windows) if config.windows else math.inf
+    if min(anchor for anchor, _ in spans) - last > reach:
+        return f"the drafter's own window reaches back to position {last} in no chain"
+    return None

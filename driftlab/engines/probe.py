@@ -129,9 +129,13 @@ def storable(columns: Columns) -> Columns:
     return changed
 
 
-def measured_lengths(texts: Iterable[Text], spec: MeasureSpec) -> list[int]:
-    """Tokens of every text that has an anchor to measure."""
-    return [len(text.tokens) for text in texts if len(measurable_anchors(text, spec))]
+def measured_spans(texts: Iterable[Text], spec: MeasureSpec) -> list[tuple[int, int]]:
+    """First anchor and number of tokens of every text that has an anchor to measure."""
+    return [
+        (text.prompt_len - 1, len(text.tokens))
+        for text in texts
+        if len(measurable_anchors(text, spec))
+    ]
 
 
 def check_sink(sink: str | Sequence[int], lengths: Sequence[int]) -> None:

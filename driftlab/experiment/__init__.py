@@ -30,7 +30,7 @@ from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.distributed import ALONE, Ranks
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
-from driftlab.engines.probe import check_sink, measured_lengths
+from driftlab.engines.probe import check_sink, measured_spans
 from driftlab.engines.ray_pool import run_jobs_on_ray
 from driftlab.errors import CheckpointError, DataError, DriftlabError, ResourceError, RunError
 from driftlab.experiment.applied import (
@@ -135,8 +135,8 @@ def _prepare(
         refuse_assumptions(plan.provenance, owner=experiment.target.source)
     with run.stage("texts"):
         measure_texts, found = plan.texts()
-        used = measured_lengths(measure_texts, experiment.measure)
-        check_sink(experiment.measure.sink, used)
+        spans = measured_spans(measure_texts, experiment.measure)
+        check_sink(experiment.measure.sink, [length for _, length in spans])
         train_texts = plan.texts_to_learn() if given is None else []
         warned = _learned_from(train_texts, measure_texts, strict=strict)
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}

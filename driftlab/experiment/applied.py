@@ -21,7 +21,7 @@ from driftlab.data.features import Features
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows
 from driftlab.engines.cell import FACTS, CellJob, fault_of
-from driftlab.engines.probe import check_sink, measured_lengths
+from driftlab.engines.probe import check_sink, measured_spans
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment.plan import Plan, variants
 from driftlab.experiment.texts import prompt_rows
@@ -218,12 +218,13 @@ def check_conditions(plan: Plan, given: Given | None) -> None:
                 ) from None
 
 
-def _check_effect(plan: Plan, condition: Condition, features: Features) -> None:
-    """Refuse a condition whose rows would be those of the unchanged drafter."""
-    measure = plan.experiment.measure
-    lengths = measured_lengths(features.texts, measure)
-    check_sink(measure.sink, lengths)
-    if found := first_idle(map(from_settings, condition.interventions), lengths, measure.depth):
+def _check_effect(condition: Condition, job: CellJob, features: Features) -> None:
+    """Refuse a condition whose rows would be those of the unchanged drafter, which ``job`` is."""
+    spans = measured_spans(features.texts, job.measure)
+    check_sink(job.measure.sink, [length for _, length in spans])
+    config = stated_config(job.drafter) if job.learning is None else job.learning.config
+    made = map(from_settings, condition.interventions)
+    if found := first_idle(made, config, spans, job.measure.depth):
         raise ConfigError(
             f"condition {condition.name}: {found[0]} changes nothing, {found[1]}",
             remedy="It would be labelled as one that does: correct or remove it.",
@@ -256,7 +257,8 @@ def applied_jobs(
         wanted = _chosen(f"condition {condition.name}", condition.variants, chosen)
         drafters = [job for job in unchanged if job.row["variant"] in wanted]
         features, reference = _states(plan, condition, measured, rows)
-        _check_effect(plan, condition, features)
+        for job in drafters:
+            _check_effect(condition, job, features)
         # Not refused: of a series that is asked of every target, one may be what this one has.
         own = {text.tokens for text in features.texts} - {text.tokens for text in measured.texts}
         if not (own or made or condition.quantize):
