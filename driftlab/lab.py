@@ -528,6 +528,7 @@ class Lab:
                 statistics_of(features),
                 longest=max(len(text.tokens) for text in features.texts),
                 templates=[s.rendered.template_sha for s in found if s.rendered],
+                texts=features.texts,
             ),
         }
         return ProbeRun({n: pa.concat_tables(p) for n, p in pieces.items()}, manifest)

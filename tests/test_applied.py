@@ -22,10 +22,13 @@ import small
 
 from driftlab.analysis.interventions import noise
 from driftlab.config import Analysis, Axes, Experiment
+from driftlab.data.features import FeatureStore
 from driftlab.engines import cell
-from driftlab.errors import ConfigError, RunError
+from driftlab.engines.habitat import PROMPTS, prompt_marks
+from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.experiment import applied as applied_room
 from driftlab.experiment import plan, run_experiment
+from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.papers import committed
 from driftlab.results.answers import answers
 from driftlab.results.compare import compare, one_side
@@ -409,6 +412,30 @@ def test_variants_choose_among_the_drafters_that_the_run_trains() -> None:
     chosen = ('applied.variants=["none+post_norm"]', f"applied.conditions=[{pinned}}}]")
     run = run_experiment(small.spec(*chosen), small.home() / "chosen", quiet=True)
     assert sorted(run.cells["cell"]) == sorted([*small.CELLS, "none+post_norm/s0/pinned"])
+
+
+def test_prompts_that_given_drafters_learned_from_are_told_of(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    run = small.copy("learned from")
+    key = RunDirectory.open(run).manifest["inputs"]["measure_states"]
+    measured = FeatureStore(small.home() / "cache" / "states").open(key).texts
+    learned = {"count": 3, "sha256": sorted(prompt_marks(measured))}
+    for name in small.CELLS:
+        drafter = load_drafter(run / "drafters" / name)
+        assert drafter.provenance[PROMPTS].value["count"] == 8
+        drafter.provenance[PROMPTS] = drafter.provenance[PROMPTS].model_copy(
+            update={"value": learned}
+        )
+        save_drafter(drafter, run / "drafters" / name, replace=True)
+    patch.setattr(RunDirectory, "drafter_of", lambda *_: None)  # else they are others
+    asked = small.spec(f"applied.drafters={json.dumps(str(run))}", f"applied.conditions=[{NOISY}]")
+    out = small.home() / "known"
+    said = "3 of 3 measured prompts were also learned from"
+    with pytest.raises(DataError, match=said):
+        run_experiment(asked, out, quiet=True, strict=True)
+    done = run_experiment(asked, out, quiet=True)
+    assert done.manifest["warnings"] == [f"{said}: what is measured on them is no held-out number"]
 
 
 def test_own_drafters_may_be_changed_in_the_run_that_trains_them() -> None:

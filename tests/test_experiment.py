@@ -23,7 +23,6 @@ import torch
 from driftlab import experiment
 from driftlab.config import Origin
 from driftlab.data.features import Features
-from driftlab.data.text import Text
 from driftlab.engines import cell
 from driftlab.errors import (
     AssumptionError,
@@ -357,22 +356,6 @@ def test_other_models_or_texts_are_another_run(out: Path) -> None:
     with pytest.raises(RunError, match=r"other models or texts .*changed since: target"):
         run(out)
     assert small.contents(out) == small.contents(done())
-
-
-def test_prompts_that_were_learned_from_are_told_of() -> None:
-    learned = [
-        Text.of("p", "c", (0, i), (5, 6), kind="given", temperature=None, origin="x")
-        for i in (1, 2, 3)
-    ]
-    measured = [
-        *learned[:1],
-        Text.of("q", "c", (0, 9), (5,), kind="sampled", temperature=1.0, origin="x"),
-    ]
-    (said,) = experiment._learned_from(learned, measured, strict=True)
-    assert said.startswith("1 of 2 measured prompts were also learned from")
-    assert experiment._learned_from(learned[1:], measured, strict=True) == []
-    with pytest.raises(DataError, match="3 of 3 measured prompts"):
-        experiment._learned_from(learned, learned, strict=True)
 
 
 def test_cells_are_named_apart() -> None:

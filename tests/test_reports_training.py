@@ -24,10 +24,13 @@ from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.chain import Speculation, speculate
 from driftlab.engines.habitat import (
+    PROMPTS,
     STATES,
     TARGET,
     TEMPLATES,
     differences,
+    learned_from,
+    prompt_marks,
     record,
     statistics_of,
 )
@@ -339,6 +342,61 @@ def test_a_drafter_that_says_nothing_is_compared_by_context_only() -> None:
     assert differences(made, rotated(), [], longest=limit) == []
     (line,) = differences(made, rotated(), [], longest=limit + 1)
     assert f"{limit + 1} tokens" in line and f"context of {limit}" in line
+
+
+def test_prompts_that_were_learned_from_are_told_of() -> None:
+    learned = [
+        Text.of("p", "c", (0, i), (5, 6), kind="given", temperature=None, origin="x")
+        for i in (1, 2, 3)
+    ]
+    measured = [
+        *learned[:1],
+        Text.of("q", "c", (0, 9), (5,), kind="sampled", temperature=1.0, origin="x"),
+    ]
+    known = prompt_marks(learned)
+    (said,) = learned_from(known, measured, strict=True)
+    assert said.startswith("1 of 2 measured prompts were also learned from")
+    assert learned_from(prompt_marks(learned[1:]), measured, strict=True) == []
+    with pytest.raises(DataError, match="3 of 3 measured prompts"):
+        learned_from(known, learned, strict=True)
+
+
+def test_a_drafter_keeps_marks_of_the_prompts_that_it_learned_from(folder: Path) -> None:
+    target = pairs.memorised_target()
+    lessons, (new, *_) = pairs.lessons(200), pairs.lessons(1)
+    known = told().provenance[PROMPTS].value
+    assert known == {
+        "count": len({t.tokens[: t.prompt_len] for t in lessons}),
+        "sha256": sorted(prompt_marks(lessons)),
+    }
+    other = replace(new, tokens=(pairs.VOCAB - 1, *new.tokens[1:]))
+    said = [
+        differences(told(), target, [], longest=9, texts=[t, other]) for t in (lessons[0], other)
+    ]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert said[0][0].startswith("1 of 2 measured prompts were also learned from: ")
+    features = stored(target, lessons[:5], folder)
+    n = len(prompt_marks(features.texts))
+    for most, kept in ((n, n), (n - 1, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("driftlab.engines.habitat.MARKED", most)
+            value = record(target, features, ())[PROMPTS].value
+        assert (value["count"], len(value["sha256"])) == (n, kept)
+
+
+def test_other_texts_of_the_very_target_are_not_called_another_target(folder: Path) -> None:
+    same = pairs.as_text([1, 2], [5] * 30, "one token for ever")
+    found = differing(pairs.memorised_target(), [same], folder)
+    assert found and all(
+        line.endswith(
+            "the target is the same, so the texts are few (31 tokens) or unlike those of the "
+            "training"
+        )
+        for line in found
+    )
+    assert any(
+        "another boundary. Acceptance" in line for line in differing(rotated(), [same], folder)
+    )
 
 
 def test_the_doctor_fails_a_rotated_target_and_passes_the_trained_one() -> None:

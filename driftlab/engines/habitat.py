@@ -3,20 +3,25 @@
 A drafter that reads other states than it learned from (a rotated or otherwise quantised target,
 another fine-tune, other layers) accepts little, and nothing else shows it: shapes, losses and the
 target's own text are as they should be. So its file says which target and templates it was trained
-with, and the mean and spread of some channels of every captured state.
+with, and the mean and spread of some channels of every captured state. It also marks the prompts
+that it learned from: on them it is better than on others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.data.features import Features
+from driftlab.data.text import Text
+from driftlab.errors import DataError
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
 
@@ -30,7 +35,11 @@ logarithms of deviations; a + b / sqrt(tokens). Of SmolLM2, 26,390 tokens of oth
 them by 0.15 and 0.09, single texts by 0.64 and 0.16, and a random rotation by 1.5 and 0.16 to 0.6.
 """
 
+MARKED = 4096
+"""Prompts that are kept, at most; of more only their number is."""
+
 TARGET, TEMPLATES, STATES = "trained.target", "trained.templates", "trained.states"
+PROMPTS = "trained.prompts"
 
 
 def record(target: Target, features: Features, templates: Collection[str | None]) -> Provenance:
@@ -42,11 +51,39 @@ def record(target: Target, features: Features, templates: Collection[str | None]
     def said(value: Any) -> Sourced:
         return Sourced(value=value, origin=Origin.derived, where="the drafter's training")
 
+    marks = prompt_marks(features.texts)
     return {
         TARGET: said({"name": target.name, **_facts(target)}),
         TEMPLATES: said(sorted({t or "none" for t in templates})),
         STATES: said(statistics_of(features)),
+        PROMPTS: said(
+            {"count": len(marks), "sha256": sorted(marks) if len(marks) <= MARKED else []}
+        ),
     }
+
+
+def prompt_marks(texts: Iterable[Text]) -> set[str]:
+    """A short hash of each distinct prompt, as token ids."""
+    prompts = {text.tokens[: text.prompt_len] for text in texts}
+    return {sha256(np.asarray(p, dtype="<i8").tobytes()).hexdigest()[:12] for p in prompts}
+
+
+def learned_from(
+    known: Collection[str], texts: Iterable[Text], *, strict: bool = False
+) -> list[str]:
+    """A warning when prompts of measured ``texts`` are those of the marks ``known``, which were
+    learned from.
+
+    ``strict``: DataError when they are most of them; short prompts may meet by chance.
+    """
+    measured = prompt_marks(texts)
+    common = measured.intersection(known)
+    if not common:
+        return []
+    said = f"{len(common)} of {len(measured)} measured prompts were also learned from"
+    if strict and 2 * len(common) > len(measured):
+        raise DataError(said, remedy="Name other prompts in text.measure_prompts.")
+    return [f"{said}: what is measured on them is no held-out number"]
 
 
 def statistics_of(features: Features) -> list[dict[str, Any]]:
@@ -88,6 +125,7 @@ def differences(
     *,
     longest: int,
     templates: Sequence[str | None] = (),
+    texts: Sequence[Text] = (),
 ) -> list[str]:
     """One line for everything that is not as it was in the drafter's training.
 
@@ -98,9 +136,10 @@ def differences(
     ----------
     now: :func:`statistics` of the states that are read. longest: tokens of the longest text.
     templates: sha256 of each prompt's chat template, None for a prompt without one; none are
-        compared when it is empty.
+        compared when it is empty. texts: those whose prompts are compared.
     """
     known, found = drafter.provenance, []
+    same = False
     if TARGET in known:
         stored, facts = known[TARGET].value, _facts(target)
         for name in ("quantization", "dtype"):
@@ -114,6 +153,7 @@ def differences(
                 f"{target.name} has other weights than the target of the drafter's training, "
                 f"{stored['name']}"
             )
+        same = not found
     if TEMPLATES in known and templates:
         was = known[TEMPLATES].value
         if new := [name for t in templates if (name := t or "none") not in was]:
@@ -128,11 +168,16 @@ def differences(
             f"texts of up to {longest} tokens exceed the drafter's context of {limit} (its "
             "max_position): rotations go on, but it never learned from such distances"
         )
-    return found + unlike_states(drafter, now)
+    if PROMPTS in known:
+        found += learned_from(known[PROMPTS].value["sha256"], texts)
+    return found + unlike_states(drafter, now, same)
 
 
-def unlike_states(drafter: Drafter, now: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each captured state whose statistics are not those of the training."""
+def unlike_states(drafter: Drafter, now: Sequence[Mapping[str, Any]], same: bool) -> list[str]:
+    """A line for each captured state whose statistics are not those of the training.
+
+    ``same``: they are the very target's, so that only the texts can be others.
+    """
     known = drafter.provenance.get(STATES)
     if known is None:
         return []
@@ -145,9 +190,14 @@ def unlike_states(drafter: Drafter, now: Sequence[Mapping[str, Any]]) -> list[st
             found.append(
                 f"states of boundary {new['boundary']} are not those of the training: channel "
                 f"means are {shift:.2f} deviations apart (limit {a:.2f}), deviations differ by a "
-                f"factor of {math.exp(spread):.2f} (limit {math.exp(b):.2f}); a rotated or "
-                "fine-tuned target, or another boundary. Acceptance and drift of this pair are "
-                "not the drafter's own"
+                f"factor of {math.exp(spread):.2f} (limit {math.exp(b):.2f}); "
+                + (
+                    f"the target is the same, so the texts are few ({new['tokens']} tokens) or "
+                    "unlike those of the training"
+                    if same and was["boundary"] == new["boundary"]
+                    else "a rotated or fine-tuned target, or another boundary. Acceptance and "
+                    "drift of this pair are not the drafter's own"
+                )
             )
     return found
 

@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
 from driftlab.data.features import Features, FeatureStore
-from driftlab.data.text import Text
 from driftlab.engines.cell import CellJob, finished, run_cell
 from driftlab.engines.distributed import ALONE, Ranks
+from driftlab.engines.habitat import learned_from, prompt_marks
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import check_sink, measured_spans
 from driftlab.engines.ray_pool import run_jobs_on_ray
-from driftlab.errors import CheckpointError, DataError, DriftlabError, ResourceError, RunError
+from driftlab.errors import CheckpointError, DriftlabError, ResourceError, RunError
 from driftlab.experiment.applied import (
     Given,
     applied_jobs,
@@ -138,7 +138,8 @@ def _prepare(
         spans = measured_spans(measure_texts, experiment.measure)
         check_sink(experiment.measure.sink, [length for _, length in spans])
         train_texts = plan.texts_to_learn() if given is None else []
-        warned = _learned_from(train_texts, measure_texts, strict=strict)
+        known = prompt_marks(train_texts) if given is None else given.prompts()
+        warned = learned_from(known, measure_texts, strict=strict)
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):
         learned = plan.states(train_texts, "states to learn from") if train_texts else None
@@ -200,21 +201,6 @@ def _prepare(
         **notes,
     )
     return phases
-
-
-def _learned_from(learned: Sequence[Text], measured: Sequence[Text], *, strict: bool) -> list[str]:
-    """A warning when prompts are measured that were learned from.
-
-    ``strict``: DataError when they are most of them; short prompts may meet by chance.
-    """
-    prompts = {text.tokens[: text.prompt_len] for text in measured}
-    known = prompts & {text.tokens[: text.prompt_len] for text in learned}
-    if not known:
-        return []
-    said = f"{len(known)} of {len(prompts)} measured prompts were also learned from"
-    if strict and 2 * len(known) > len(prompts):
-        raise DataError(said, remedy="Name other prompts in text.measure_prompts.")
-    return [f"{said}: what is measured on them is no held-out number"]
 
 
 def _check_memory(

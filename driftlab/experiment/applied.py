@@ -21,12 +21,14 @@ from driftlab.data.features import Features
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows
 from driftlab.engines.cell import FACTS, CellJob, fault_of
+from driftlab.engines.habitat import PROMPTS
 from driftlab.engines.probe import check_sink, measured_spans
 from driftlab.errors import ConfigError, RunError
 from driftlab.experiment.plan import Plan, variants
 from driftlab.experiment.texts import prompt_rows
 from driftlab.files import file_hash
 from driftlab.models.checkpoints import stated_config
+from driftlab.models.checkpoints.read import CONFIG, read_json
 from driftlab.models.target import Target
 from driftlab.results.records import RunDirectory
 
@@ -70,6 +72,11 @@ class Given:
                 got=known,
                 remedy=f"Set target.boundaries as there; here they are {list(boundaries)}.",
             )
+
+    def prompts(self) -> set[str]:
+        """Marks of the prompts that they learned from, as far as their files tell."""
+        told = (read_json(d.folder / CONFIG).get("provenance", {}) for d in self.drafters)
+        return {mark for one in told if PROMPTS in one for mark in one[PROMPTS]["value"]["sha256"]}
 
     def record(self) -> dict[str, Any]:
         """For the manifest: which run, and the hash of every drafter that was used."""
