@@ -387,6 +387,7 @@ def test_loading_leaves_the_random_state_alone(read: Read) -> None:
         ("modelopt-hf", "eagle_config", [6, 1, 4], (2, 5, 7), Origin.assumed),
         # Counted as blocks, 10 would leave a target of 10 layers.
         ("modelopt-hf", "eagle_config", [4, 7, 10], (4, 7, 10), Origin.derived),
+        ("vllm", "top", [4, 7, 10], (4, 7, 10), Origin.derived),
         ("safeailab", "none", [], (2, 5, 7), Origin.derived),
         ("modelopt-hf", "none", [], (2, 5, 7), Origin.assumed),
     ],
@@ -404,9 +405,9 @@ def test_layer_ids(
     drafter = read(config | {"eagle_config": eagle}, tensors)
     assert drafter.config.boundaries == boundaries
     assert drafter.provenance["boundaries"].origin is origin
-    if origin is Origin.assumed and ids:
-        notes = drafter.provenance["notes"].value
-        assert any("the text alone would also allow" in note for note in notes)
+    notes = drafter.provenance["notes"].value
+    offered = any("the text alone would also allow" in note for note in notes)
+    assert offered == (origin is Origin.assumed and bool(ids))
 
 
 def test_a_convention_can_be_stated(read: Read) -> None:

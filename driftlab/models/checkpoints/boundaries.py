@@ -62,7 +62,7 @@ def _listed(
         ledger.note(f"{IDS} {written} was sorted; states are concatenated ascending")
     ids = sorted(set(written))
     convention, origin, why = _convention(sheet, top, nested, n)
-    if convention == "output" and n is not None and ids[-1] == n:
+    if ids[-1] == n and origin is not Origin.read:
         convention, origin = "entry", Origin.derived
         why = f"{ids} counted as blocks leaves the target's {n} layers"
     ledger.put("boundary_convention", convention, origin, why)
