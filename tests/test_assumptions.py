@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import pairs
 import pytest
 import test_checkpoints as files
+import tokenizers
 import torch
 from golden.cases import write_checkpoint
+from transformers import PreTrainedTokenizerFast
 
 import driftlab
 from driftlab import cli
 from driftlab.config import DrafterConfig, Origin
-from driftlab.errors import AssumptionError, DriftlabError
+from driftlab.errors import AssumptionError, CheckpointError, DriftlabError
 from driftlab.lab import Lab
 from driftlab.models.checkpoints import inspect, load_drafter, save_drafter
 from driftlab.models.target import Target
@@ -205,22 +208,56 @@ def assumed(target: Target) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("drop", "name"),
+    ("drop", "names"),
     [
-        (("rms_norm_eps",), "config.rms_norm_eps"),
-        (("hidden_act",), "config.hidden_act"),
-        (("max_position_embeddings",), "config.max_position_embeddings"),
-        (("rope_parameters", "rope_theta", "rope_scaling"), "config.rope_parameters"),
+        (("rms_norm_eps",), {"config.rms_norm_eps"}),
+        (("hidden_act",), {"config.hidden_act"}),
+        (("max_position_embeddings",), {"config.max_position_embeddings", "max_position"}),
+        (("rope_parameters", "rope_theta", "rope_scaling"), {"config.rope_parameters"}),
     ],
 )
 def test_what_a_target_s_config_leaves_out_is_assumed(
-    folder: Path, drop: tuple[str, ...], name: str
+    folder: Path, drop: tuple[str, ...], names: set[str]
 ) -> None:
     assert assumed(Target.load(str(folder))) == {"eos_ids"}, "nothing says where a text ends"
     rewrite(folder, *drop)
     found = Target.load(str(folder))
-    assert assumed(found) == {"eos_ids", name}
-    assert "absent from config.json" in found.provenance[name].where
+    assert assumed(found) == {"eos_ids", *names}
+    for name in names:
+        assert "absent from config.json" in found.provenance[name].where
+
+
+def test_a_hub_id_tells_what_its_folder_would(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the commit that was loaded, though the name has moved on since in the cache."""
+    rewrite(folder, "hidden_act", "max_position_embeddings")
+    words = {f"w{i}": i for i in range(97)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)
+    commit, store = "a" * 40, tmp_path / "hub" / "models--o--n"
+    for revision, drop in ((commit, ()), ("b" * 40, ("dtype", "rms_norm_eps"))):
+        shutil.copytree(folder, store / "snapshots" / revision)
+        rewrite(store / "snapshots" / revision, *drop)
+    (store / "refs").mkdir()
+    (store / "refs" / "main").write_text("b" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    local, hub = Target.load(str(folder)), Target.load("o/n", revision=commit)
+    said = {"source", "revision"}
+    assert {n: s for n, s in hub.provenance.items() if n not in said} == {
+        n: s for n, s in local.provenance.items() if n not in said
+    }
+    assert hub.provenance["revision"].value == commit
+    assert hub.provenance["dtype"].where == "argument; stored as float32"
+    assert {"config.hidden_act", "max_position"} <= assumed(hub)
+    newest = Target.load("o/n")
+    assert newest.provenance["revision"].value == "b" * 40
+    assert newest.provenance["dtype"].where == "argument; stored as unstated"
+    assert assumed(newest) == assumed(hub) | {"config.rms_norm_eps"}
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, tmp_path / "o" / "n")
+    with pytest.raises(CheckpointError, match="local folder and has no revision"):
+        Target.load("o/n", revision=commit)
 
 
 def test_a_context_without_a_limit_is_assumed() -> None:

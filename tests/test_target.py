@@ -830,6 +830,15 @@ def test_code_in_a_checkpoint_does_not_run(folder: Path) -> None:
         Target.load(str(folder))
 
 
+def test_a_whole_encoder_decoder_is_refused_as_one(tmp_path: Path) -> None:
+    small = ("layers", "ffn_dim", "attention_heads")
+    sizes: Any = {f"{part}_{n}": 2 for part in ("encoder", "decoder") for n in small}
+    config = hf.BartConfig(vocab_size=40, d_model=16, max_position_embeddings=32, **sizes)
+    hf.BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
+    with pytest.raises(ContractError, match="is an encoder-decoder"):
+        Target.load(str(tmp_path / "bart"))
+
+
 def test_a_hub_id_that_is_not_there_is_one_clear_error() -> None:
     with pytest.raises(CheckpointError, match="nobody/nothing cannot be loaded"):
         Target.load("nobody/nothing")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from driftlab.config import Rope
 from driftlab.errors import ContractError
 from driftlab.models import wide
-from driftlab.models.loading import EPS, whole
+from driftlab.models.loading import EPS, refuse_encoder_decoder, whole
 
 _BLOCKS = ("layers", "h", "blocks")
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
@@ -54,10 +54,7 @@ class Anatomy:
     """The parts of a causal LM and how states pass through them."""
 
     def __init__(self, model: Any, *, name: str) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ContractError(
-                f"{name} is an encoder-decoder", remedy="The target must be a causal LM."
-            )
+        refuse_encoder_decoder(model.config, name)
         self.model = model.eval().requires_grad_(False)
         self.name = name
         text = model.config.get_text_config(decoder=True)

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     GgufConfig,
-    PreTrainedConfig,
     modeling_gguf_pytorch_utils,
 )
+from transformers.utils import cached_file
 
 from driftlab.config import Origin, Provenance, Sourced
 from driftlab.errors import (
     CheckpointError,
     ConfigError,
+    ContractError,
     DriftlabError,
     ResourceError,
     first_line,
@@ -91,6 +92,13 @@ def load_model(
         folder = expanded(source)
         if os.path.isdir(folder):
             name = str(folder)
+            if revision is not None:
+                raise CheckpointError(
+                    f"{folder} is a local folder and has no revision",
+                    got=revision,
+                    remedy="Leave the revision away, or work where no folder is named like the hub "
+                    "id.",
+                )
             _check_folder(folder)
             n_bytes = _bytes_in_memory(folder, DTYPES[dtype])
             has_tokenizer = any((folder / part).exists() for part in _TOKENIZER_FILES)
@@ -111,6 +119,7 @@ def load_model(
         model, report = cls.from_pretrained(
             name, dtype=DTYPES[dtype], output_loading_info=True, **how
         )
+        raw, commit = ({}, None) if gguf else _config_as_written(name, revision)
     left_out = _check_report(report, model, source)
     _check_constants(model.config, source)
     if header is not None:
@@ -123,13 +132,13 @@ def load_model(
         with _stage(f"reading {what}"), _quiet(), _as_checkpoint_error(what):
             tokenizer = AutoTokenizer.from_pretrained(name, **read, **file)
 
-    quantization = quantization or _quantization(model.config, name, read)
+    quantization = quantization or _quantization(model.config, raw)
     provenance = {
         "source": Sourced(value=source, origin=Origin.read, where="argument"),
         "revision": Sourced(
-            value=getattr(model.config, "_commit_hash", None) or revision,
+            value=commit or revision,
             origin=Origin.read,
-            where="checkpoint" if getattr(model.config, "_commit_hash", None) else "argument",
+            where="hub snapshot" if commit else "argument",
         ),
         "trust_remote_code": Sourced(value=trust_remote_code, origin=Origin.read, where="argument"),
         "placement": Sourced(
@@ -141,7 +150,7 @@ def load_model(
         "dtype": Sourced(
             value=dtype,
             origin=Origin.read,
-            where=f"argument; stored as {_stored_dtype(source, name, quantization)}",
+            where=f"argument; stored as {quantization if gguf else _stored_dtype(raw)}",
         ),
         "tokenizer": Sourced(
             value=type(tokenizer).__name__ if tokenizer is not None else None,
@@ -156,8 +165,8 @@ def load_model(
             origin=Origin.assumed,
             where=f"in the files, and no part of {type(model).__name__}",
         )
-    if not gguf and os.path.isdir(name):
-        provenance |= _unstated(Path(name), model.config)
+    if not gguf:
+        provenance |= _unstated(raw, model.config)
     return model, tokenizer, provenance
 
 
@@ -180,10 +189,26 @@ def _check_placement(device_map: Any) -> None:
 def _auto_class(name: str, how: dict[str, Any]) -> Any:
     """The class that reads a causal LM, or the one for models that also see."""
     config = AutoConfig.from_pretrained(name, **how)
+    refuse_encoder_decoder(config, name)  # its weights do not fit a causal LM, whole as they are
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def refuse_encoder_decoder(config: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ContractError(
+            f"{name} is an encoder-decoder", remedy="The target must be a causal LM."
+        )
+
+
+def _config_as_written(name: str, revision: str | None) -> tuple[dict[str, Any], str | None]:
+    """config.json without the library's defaults, and the commit of a hub id: both of the
+    snapshot that the library has just loaded, without asking the hub again."""
+    path = Path(str(cached_file(name, "config.json", revision=revision, local_files_only=True)))
+    commit = None if os.path.isdir(name) else path.parent.name
+    return json.loads(path.read_text(encoding="utf-8")), commit
 
 
 def _check_transformers() -> None:
@@ -289,12 +314,8 @@ _MOVING = (
 _ROTARY = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_emb_base")
 
 
-def _unstated(folder: Path, config: Any) -> Provenance:
+def _unstated(raw: dict[str, Any], config: Any) -> Provenance:
     """Fields that config.json leaves to the defaults of a class of transformers: assumed."""
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
     text = config.get_text_config(decoder=True)
     stated = {**raw, **(raw.get("text_config") or {})}
     absent = [n for n in _MOVING if getattr(text, n, None) is not None and n not in stated]
@@ -406,15 +427,13 @@ def _inside(name: str, modules: dict[str, Any], model: Any) -> bool:
     return False
 
 
-def _quantization(config: Any, name: str, read: dict[str, Any]) -> str | None:
+def _quantization(config: Any, raw: dict[str, Any]) -> str | None:
     """Method of quantized weights, and whether loading turned them back into plain ones."""
     stored = getattr(config, "quantization_config", None)
     plain = stored is None
     if plain:
-        with suppress(Exception):  # a hub without a network; the files were read
-            raw, _ = PreTrainedConfig.get_config_dict(name, revision=read["revision"])
-            text = raw.get("text_config")
-            stored = raw.get("quantization_config") or (text or {}).get("quantization_config")
+        text = raw.get("text_config") or {}
+        stored = raw.get("quantization_config") or text.get("quantization_config")
     if stored is None:
         return None
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
@@ -431,14 +450,8 @@ def _check_memory(n_bytes: int | None, source: str) -> None:
         )
 
 
-def _stored_dtype(source: str, name: str, quantization: str | None) -> str:
-    if source.endswith(".gguf"):
-        return str(quantization)
-    try:
-        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-        return str(config.get("dtype") or config.get("torch_dtype") or "unstated")
-    except (OSError, ValueError):
-        return "unstated"
+def _stored_dtype(raw: dict[str, Any]) -> str:
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "unstated")
 
 
 def too_large(what: str, error: BaseException) -> ResourceError:

@@ -172,6 +172,9 @@ class Target(Anatomy):
         text = self.model.config.get_text_config(decoder=True)
         value = getattr(text, "max_position_embeddings", None)
         origin, where = Origin.read, "config"
+        left = self.provenance.get("config.max_position_embeddings")
+        if left is not None:
+            origin, where = left.origin, left.where
         if value is None:
             origin, where = Origin.assumed, "not in config: unlimited"
         rope = getattr(text, "rope_parameters", None) or {}
