@@ -433,6 +433,18 @@ def test_an_embedding_of_its_own_is_measured() -> None:
     assert runtimes[Profile.vllm].as_trained
 
 
+def test_a_replaced_embedding_is_that_of_the_reading() -> None:
+    """As SGLang the target's rows are computed, so the page says so and checks them."""
+    drafter = faults.drafter()
+    other = drafter.embed_tokens.weight.clone()
+    other[5] += 0.25
+    found = examined(_with(drafter, embed_tokens__weight=other), as_profile="sglang", tokens=300)
+    (check,) = [c for c in found.checks if c.name == "embedding"]
+    assert check.detail == "equal to the target's"
+    (row,) = [row for row in found.contract if row.field == "embed_tokens"]
+    assert row.value == "the target's" and row.where.startswith("X11")
+
+
 def test_the_contract_names_every_field_and_its_source(clean: Diagnosis) -> None:
     rows = {row.field: row for row in clean.contract}
     assert rows["boundaries"].value == faults.BOUNDARIES
@@ -455,6 +467,25 @@ def test_fix_writes_a_copy_that_is_clean(ill: Diagnosis, tmp_path: Path) -> None
     assert ill.subject is not None
     assert ill.subject.config.feedback is Feedback.post_norm  # the original stays as it was
     assert examined(again).verdict is Verdict.clean
+
+
+def test_margins_of_two_faults_say_what_they_are_over(tmp_path: Path) -> None:
+    fault = faults.FAULTS["two at once: a 3.1 drafter read as 3"]
+    found = examined(fault.planted(), fault.variant)
+    by_name = {c.name: c for c in found.candidates}
+    later = [c for c in found.candidates if c.against in by_name]
+    assert later
+    for c in later:
+        assert c.margin.value == margins(by_name[c.against].score, c.score)[0].value
+        assert f"  on top of {c.against}, and against it:\n" in str(found)
+    assert found.winner is not None and found.score is not None
+    total = found.winner.margin
+    assert total.value == margins(found.score, found.winner.score)[0].value
+    made = doctor.fix(found, tmp_path / "fixed")
+    first, second = found.winner.patch
+    for name, other in ((first, second), (second, first)):
+        where = made.provenance[name].where
+        assert where.endswith(f"saves {total.short} nats a token together with {other}")
 
 
 def test_fix_refuses_where_there_is_nothing_to_correct(clean: Diagnosis, tmp_path: Path) -> None:

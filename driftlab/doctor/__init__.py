@@ -156,7 +156,10 @@ def fix(diagnosis: Diagnosis, folder: str | Path) -> Drafter:
     for name, value in winner.patch.items():
         old = subject.provenance.get(name)
         was = f", the file: {old.value}" if old is not None else ""
+        others = ", ".join(other for other in winner.patch if other != name)
         found = f"saves {winner.margin.short} nats a token"
+        if others:
+            found += f" together with {others}"
         if diagnosis.winner is None:
             found = f"as good here ({winner.margin.short} nats a token), and what engines compute"
         made.provenance[name] = Sourced(
@@ -213,7 +216,7 @@ class _Case:
     def run(self) -> Diagnosis:
         texts = self.texts
         drafter = build(self.subject, self.base)
-        checks = self_checks(self.target, drafter, texts, self.facts)
+        checks = self_checks(self.target, drafter, texts)
         common = {
             "target": self.target.name,
             "drafter": str(self.source) if self.source is not None else "in memory",
@@ -444,8 +447,10 @@ def _contract(drafter: Drafter, target: Target, patches: Sequence[Patch]) -> lis
             else:
                 rows.append(Row(part, own, "read", "the drafter's own config"))
     for name in ("dialect", "embed_tokens", "lm_head", "draft_to_target", "boundary_convention"):
-        said = known.get(name)
-        if said is not None:
+        patch, said = served.get(name), known.get(name)
+        if patch is not None:
+            rows.append(Row(name, patch.served, "derived", f"{patch.row}: {patch.why}"))
+        elif said is not None:
             rows.append(Row(name, said.value, str(said.origin), said.where))
     rows += [
         Row(f"target.{name}", s.value, str(s.origin), s.where)

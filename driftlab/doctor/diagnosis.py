@@ -197,7 +197,8 @@ def _readings(d: Diagnosis, own: Score, limits: Limits) -> Iterable[str]:
     yield from _wrap(
         "accepted: share of chains whose drafts up to each depth are all right. cross entropy: of "
         "chains that read the true tokens, nats, lower is better. saved and gained: nats a token "
-        "and drafts a round against the file's reading [95% interval over texts]; what matters: "
+        "and drafts a round against the file's reading, or against the reading that a row is on "
+        "top of [95% interval over texts]; what matters: "
         f"{limits.nats_matter} nats, or {limits.matters('drafts'):.3f} drafts, which is "
         f"{limits.share_matters:.0%} of the acceptance length",
         "  ",
@@ -212,7 +213,7 @@ def _readings(d: Diagnosis, own: Score, limits: Limits) -> Iterable[str]:
         yield f"  {c.name:<{wide}}  {_scored(c, own)}  {c.outcome}"
         yield f"  {'':<{wide}}  {_against(c, own)}"
     for against in dict.fromkeys(c.against for c in later):
-        yield f"  on top of {against}:"
+        yield f"  on top of {against}, and against it:"
         part = [c for c in later if c.against == against]
         for c in sorted(part, key=lambda c: -c.margin.value):
             added = c.name.removeprefix(f"{against} + ")

@@ -15,7 +15,6 @@ from driftlab.data.text import Text
 from driftlab.doctor.scoring import Score
 from driftlab.engines.anchors import unroll
 from driftlab.engines.habitat import STATES
-from driftlab.models.checkpoints.profiles import Facts
 from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import attach, capture
@@ -33,9 +32,7 @@ class Check:
     detail: str
 
 
-def self_checks(
-    target: Target, drafter: Drafter, texts: Sequence[Text], facts: Facts
-) -> list[Check]:
+def self_checks(target: Target, drafter: Drafter, texts: Sequence[Text]) -> list[Check]:
     """All checks, in the order in which a reader wants them.
 
     Raises ContractError when the target's own states do not make its logits, and what
@@ -59,7 +56,7 @@ def self_checks(
             _pattern(drafter, tokens, aux),
             _vocabulary(drafter, texts),
             _head_rows(target, drafter),
-            _embedding(facts),
+            _embedding(target, drafter),
             _context(drafter, texts),
             _device(drafter, tokens, aux),
         ]
@@ -206,8 +203,8 @@ def _head_rows(target: Target, drafter: Drafter) -> Check:
     return Check(name, ok, f"mean cosine to the target's rows: {listed}")
 
 
-def _embedding(facts: Facts) -> Check:
-    own, theirs = facts.own_embedding, facts.embedding
+def _embedding(target: Target, drafter: Drafter) -> Check:
+    own, theirs = drafter.embed_tokens.weight, target.embedding_weight
     name = "embedding"
     if own.shape[1] != theirs.shape[1]:
         widths = f"{own.shape[1]} wide, the target's {theirs.shape[1]}"
