@@ -140,7 +140,7 @@ def test_a_damaged_chunk_is_written_again(tmp_path: Path, damage: str) -> None:
 def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
     texts = write(tmp_path)
     (home,) = tmp_path.iterdir()
-    left = home / ".00001.texts.77.77.tmp"
+    left = home / f".00001.texts.{2**22 + 1}.77.tmp"
     left.write_bytes(b"half")
     assert write(tmp_path) == texts
     assert not left.exists()

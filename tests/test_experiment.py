@@ -303,7 +303,7 @@ def test_a_run_that_is_killed_twice_ends_with_equal_tables(out: Path) -> None:
     staged = out / "drafters" / "none+pre_norm" / ".s0.abcdef_9"
     staged.mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(b"half")
-    (out / "shards" / ".x.shard.1.1.tmp").write_bytes(b"half")
+    (out / "shards" / f".x.shard.{2**22 + 1}.1.tmp").write_bytes(b"half")
     run(out)
     assert small.contents(out) == small.contents(done())
     assert small.drafters(out) == small.drafters(done())

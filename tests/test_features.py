@@ -232,7 +232,7 @@ def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not (folder / "manifest.json").exists()
-    (folder / ".shard-00001.99.99.tmp").write_bytes(b"half")
+    (folder / f".shard-00001.{process.pid}.99.tmp").write_bytes(b"half")
     assert same(whole, build(tmp_path / "b"))
     assert not list(folder.glob(".*tmp"))
 

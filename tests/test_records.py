@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -300,6 +301,21 @@ def test_another_run_is_refused_and_the_same_is_resumed(tmp_path: Path) -> None:
         assert len(run.manifest["resumed"]) == 1
 
 
+def test_what_is_written_meanwhile_stays(run: RunDirectory) -> None:
+    """By a process that draws the run, or another thread of this one; a dead one's goes away."""
+    run.close()
+    drawn = run.path / "figures"
+    drawn.mkdir()
+    dead, ours, other = 2**22 + 1, os.getpid(), os.getppid()  # the first is above Linux's largest
+    written = [drawn / f".growth.png.{other}.7.tmp"]
+    written.append(drawn / f".growth.png.{ours}.{threading.get_ident()}.tmp")
+    left = [drawn / f".growth.png.{dead}.7.tmp", run.path / f".x.{ours}.7.tmp"]
+    for path in (*written, *left):
+        path.write_bytes(b"half")
+    RunDirectory.create(run.path, MANIFEST).close()
+    assert [path.exists() for path in (*written, *left)] == [True, True, False, False]
+
+
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunError, match=r"no run.*thesis\.tex"):
@@ -470,7 +486,7 @@ def stop(self, *args):
     global count
     count += 1
     if count > 4:
-        (self.path / "shards" / ".half.shard.1.1.tmp").write_bytes(b"half")
+        (self.path / "shards" / f".half.shard.{os.getpid()}.1.tmp").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
     write(self, *args)
 RunDirectory.write = stop

@@ -506,21 +506,18 @@ def test_one_seed_and_overlapping_intervals_are_qualified(tables: Tables) -> Non
     assert "(paired difference 0.025 [0.025, 0.025]; 2 of 2 seeds agree in sign)" in sentence
 
 
-def test_what_a_killed_process_left_goes_away(
-    tables: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process of that number is long gone; that of this one writes at the same time."""
-    dead, living = 2**22 + 1, os.getpid()  # above the largest id that Linux gives
+def test_what_a_killed_process_left_goes_away(tables: Tables, tmp_path: Path) -> None:
+    """A process of that number is long gone; this one's owner writes at the same time."""
+    dead, living = 2**22 + 1, os.getppid()  # above the largest id that Linux gives
     left = [
         *(tmp_path / f".r[1].html.{process}.7.tmp" for process in (dead, living)),
-        *(tmp_path / "figures" / f".growth.pdf.{process}.7.tmp" for process in (dead, living)),
+        *(tmp_path / "drawn" / f".sink_by_depth.pdf.{process}.7.tmp" for process in (dead, living)),
     ]
     other = tmp_path / f".other.html.{dead}.7.tmp"
-    (tmp_path / "figures").mkdir()
+    (tmp_path / "drawn").mkdir()
     for path in (*left, other):
         path.write_bytes(b"half")
     write_report(tables, tmp_path / "r[1].html", images={})
-    monkeypatch.setattr(figures, "save_figure", lambda *_: {})
-    figures.save_figures(tables, tmp_path / "figures")
+    figures.save_figure(tables, "sink_by_depth", tmp_path / "drawn")
     assert [path.exists() for path in left] == [False, True, False, True]
     assert other.exists()  # of another page

@@ -34,7 +34,7 @@ from driftlab.models.continuation import Request
 from driftlab.models.target import Target
 from driftlab.results.shards import (
     read_sealed,
-    remove_leftovers,
+    remove_dead,
     waiting_lock,
     write_sealed,
 )
@@ -123,7 +123,7 @@ def write_corpus(
     home = folder / _key(target, prompts, writing)
     home.mkdir(parents=True, exist_ok=True)
     with waiting_lock(home / "lock"):
-        remove_leftovers(home)
+        remove_dead(home)
         with tqdm(
             total=writing.min_tokens or len(prompts) * writing.max_new_tokens,
             desc=progress,

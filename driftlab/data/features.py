@@ -40,7 +40,7 @@ from driftlab.errors import DataError, NumericsError, ResourceError
 from driftlab.files import file_hash
 from driftlab.models import memory
 from driftlab.models.anatomy import Shape
-from driftlab.results.shards import atomic_file, remove_leftovers, waiting_lock
+from driftlab.results.shards import atomic_file, remove_dead, waiting_lock
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -205,7 +205,7 @@ class FeatureStore:
     ) -> None:
         width = (len(boundaries) + 1) * target.hidden_size
         row_bytes = width * _DTYPES[dtype].itemsize
-        remove_leftovers(folder)
+        remove_dead(folder)
         plan = _plan([len(t.tokens) for t in texts], row_bytes)
         missing = [s for s in plan if _digest(folder / s.name, s.tokens * row_bytes) is None]
         self._check_space(sum(s.tokens for s in missing) * row_bytes)

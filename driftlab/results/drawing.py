@@ -16,7 +16,7 @@ import numpy as np
 
 from driftlab.results.answers import load
 from driftlab.results.records import RunDirectory, Tables
-from driftlab.results.shards import atomic_file
+from driftlab.results.shards import atomic_file, remove_dead
 from driftlab.results.slices import TextKind
 from driftlab.results.stats import count
 
@@ -252,6 +252,7 @@ def save_frame(
     folder = Path(out)
     paths = {suffix: folder / f"{named.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
     figure = named.figure(frame, width=width)
+    remove_dead(folder, named.name)
     with style():
         with atomic_file(paths["png"]) as handle:
             figure.savefig(handle, format="png", dpi=300, metadata={"Software": None})

@@ -37,7 +37,7 @@ from driftlab.results.shards import (
     atomic_file,
     make_table,
     read_shard,
-    remove_leftovers,
+    remove_dead,
     safe_name,
     write_shard,
 )
@@ -167,7 +167,7 @@ class ExplainedFolder:
                         got=held.get("spec"),
                         remedy=f"Ask for these, or delete {self.path} to explain it anew.",
                     )
-            remove_leftovers(self.path)
+            remove_dead(self.path)
             self._note(facts)
             yield self
         finally:

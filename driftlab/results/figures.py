@@ -43,7 +43,6 @@ from driftlab.results.drawing import (
 )
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.schema import REGIONS
-from driftlab.results.shards import remove_dead
 from driftlab.results.slices import (
     Slice,
     TextKind,
@@ -643,7 +642,6 @@ def save_figures(
     ``processes`` of them are forked to share the work: for callers that hold no threads.
     """
     tables = without_conditions(load(run))
-    remove_dead(Path(out))
     names = [name for name, reason in available(tables).items() if not reason]
     if processes == 1:
         return {name: save_figure(tables, name, out) for name in names}

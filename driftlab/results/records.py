@@ -42,7 +42,7 @@ from driftlab.results.shards import (
     make_table,
     read_shard,
     reduce_steps,
-    remove_leftovers,
+    remove_dead,
     safe_name,
     write_shard,
 )
@@ -130,7 +130,7 @@ class RunDirectory:
                 _refuse_other(path, wanted)
                 stored = dict(run.manifest)
                 stored["resumed"] = [*stored.get("resumed", []), _now()]
-            remove_leftovers(path)
+            remove_dead(path)
             run._write_manifest(
                 {**stored, **manifest, "config_hash": wanted, "schema_version": SCHEMA_VERSION}
             )

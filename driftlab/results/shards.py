@@ -40,7 +40,7 @@ from driftlab.results.schema import (
 MASS_TOLERANCE = 1e-4
 SUFFIX = ".shard"
 _TEMPORARY = ".tmp"
-_LEFT = re.compile(r"\..+\.(\d+)\.\d+\.tmp")  # names of `atomic_file`
+_LEFT = re.compile(r"\..+\.(\d+)\.(\d+)\.tmp")  # names of `atomic_file`
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CHOICES = {"text": ("greedy", "sampled", "given"), "mode": ("free", "forced")}
 
@@ -132,25 +132,20 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files that a killed process left behind."""
-    for path in folder.rglob(f".*{_TEMPORARY}"):
-        if _LEFT.fullmatch(path.name):  # others are not ours
-            _discard(path)
-
-
 def remove_dead(folder: Path, name: str | None = None) -> None:
-    """Delete what killed processes left of the file ``name`` (None: of any) in ``folder``.
+    """Delete what killed processes left of the file ``name`` in ``folder``; None: of all below.
 
-    Other processes may be writing there: what is theirs stays.
+    Other processes and threads may be writing there: what is theirs stays.
     """
-    of = "" if name is None else f"{glob.escape(name)}."
-    for path in folder.glob(f".{of}*{_TEMPORARY}"):
-        if (found := _LEFT.fullmatch(path.name)) and not _lives(int(found[1])):
+    pattern = f"**/.*{_TEMPORARY}" if name is None else f".{glob.escape(name)}.*{_TEMPORARY}"
+    for path in folder.glob(pattern):
+        if (found := _LEFT.fullmatch(path.name)) and not _lives(int(found[1]), int(found[2])):
             _discard(path)
 
 
-def _lives(process: int) -> bool:
+def _lives(process: int, thread: int) -> bool:
+    if process == os.getpid():  # or of one that had this number before, as in a container
+        return thread in {alive.ident for alive in threading.enumerate()}
     try:
         os.kill(process, 0)
     except ProcessLookupError:
