@@ -648,7 +648,8 @@ def _table(frame: pd.DataFrame) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: run a verb and turn every failure into two lines and an exit code.
 
-    0 done, 1 nobody reads what is printed, 2 a fault, 3 and 4 what doctor found, 130 interrupted.
+    0 done, 1 nobody reads what is printed, 2 a fault, 3 and 4 what doctor found, 128 and the
+    signal's number where one interrupted (130: Ctrl-C).
     """
     # Read by torch when it is imported: on few cores a spinning thread takes another's core.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -660,7 +661,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError:
         _say("the working folder is gone", "Change to one that is there.")
         raise SystemExit(2) from None
-    with _interruptible() as interrupted:
+    with _interruptible() as signals:
         try:
             code = app(
                 args=words,
@@ -670,29 +671,37 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         except BaseException as error:
             # Libraries may turn an interruption into an error of their own.
-            code = 130 if interrupted.is_set() else _answer(error)
-        if code == 130:
-            _say("interrupted", "What is finished is kept: the same command goes on from there.")
+            code = 130 if signals else _answer(error)
+    if code == 130:
+        _say("interrupted", "What is finished is kept: the same command goes on from there.")
+        code = 128 + (signals or [signal.SIGINT])[0]
     raise SystemExit(code or 0)
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """Remember that Ctrl-C was pressed."""
-    pressed = threading.Event()
+def _interruptible() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP interrupt as Ctrl-C does; gives those that came."""
+    signals: list[int] = []
+    ours = os.getpid()
 
-    def press(*_: object) -> None:
-        pressed.set()
+    def interrupt(number: int, _: object) -> None:
+        if os.getpid() != ours:  # forked meanwhile: the first process answers for all
+            os._exit(128 + number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
-        yield pressed
+        yield signals
         return
-    before = signal.signal(signal.SIGINT, press)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup asked to go on
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
-        yield pressed
+        yield signals
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _answer(error: BaseException) -> int:

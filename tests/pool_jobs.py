@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.errors import NumericsError, ResourceError
@@ -29,14 +31,28 @@ def work(job: tuple[str, Path], progress: Progress) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "quits":
         os._exit(3)
+    if how == "asleep":
+        time.sleep(600)
     while how == "slow":
         time.sleep(0.02)
         progress(1)
     progress(4)
 
 
+class Starting:
+    """Takes as long to read as what imports a large library."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        return work, (("asleep", self.file), int)  # who counts no progress
+
+
 if __name__ == "__main__":
+    how, file = sys.argv[1], Path(sys.argv[2])
+    does: Any = Starting(file) if how == "starting" else work
     try:
-        run_jobs({"a": ("slow", Path(sys.argv[1]))}, work, workers=1)
+        run_jobs({"a": (how, file)}, does, workers=1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

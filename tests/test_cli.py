@@ -31,6 +31,11 @@ from driftlab.results.records import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
 
+INTERRUPTED = [
+    "driftlab: interrupted",
+    "          What is finished is kept: the same command goes on from there.",
+]
+
 
 @pytest.fixture(autouse=True)
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
@@ -502,10 +507,43 @@ def test_every_end_is_clean(
     assert len(err.splitlines()) <= 2
 
 
-def test_the_interrupt_handler_is_given_back(call: Call) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    call("sites")
-    assert signal.getsignal(signal.SIGINT) is before
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_and_its_handler_is_given_back(
+    call: Call, patch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A process that was forked meanwhile, as those that draw are, ends without a word."""
+
+    def stop(*_: object, **__: object) -> None:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), number)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+        os.kill(os.getpid(), number)
+
+    patch.setattr("driftlab.config.read_experiment", stop)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        code, _, err = call("ablate", "x.toml")
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert code == 128 + number
+    assert err.splitlines() == INTERRUPTED
+
+
+def test_a_terminal_that_closes_does_not_interrupt_under_nohup(
+    call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise SystemExit(7)
+
+    patch.setattr("driftlab.config.read_experiment", stop)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert call("ablate", "x.toml")[0] == 7
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ctrl_c_ends_all_within_two_seconds(out: Path, refused: Any) -> None:
@@ -536,10 +574,7 @@ def test_ctrl_c_ends_all_within_two_seconds(out: Path, refused: Any) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert (process.returncode, said) == (130, "")
-    assert err.splitlines() == [
-        "driftlab: interrupted",
-        "          What is finished is kept: the same command goes on from there.",
-    ]
+    assert err.splitlines() == INTERRUPTED
     busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     assert waited < 2 * busy, "two seconds on a machine with a core to spare"
     assert trained.exists(), "the same command goes on from here"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pool_jobs
@@ -57,11 +57,11 @@ def test_a_worker_that_dies_is_named_and_ends_the_others(
 
 
 @contextmanager
-def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+def owner(tmp_path: Path, how: str = "slow") -> Iterator[tuple[subprocess.Popen, int]]:
     """A process group: an owner, and the worker that it waits for (its id)."""
     file = tmp_path / "pid"
     process = subprocess.Popen(
-        [sys.executable, pool_jobs.__file__, str(file)],
+        [sys.executable, pool_jobs.__file__, how, str(file)],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -72,7 +72,7 @@ def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
         until(lambda: file.exists() and bool(file.read_text()))
         yield process, int(file.read_text())
     finally:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
@@ -101,11 +101,14 @@ def test_ctrl_c_ends_all_at_once_and_only_the_owner_answers(tmp_path: Path) -> N
         assert gone(worker)
 
 
-def test_a_worker_ends_with_an_owner_that_was_killed(tmp_path: Path) -> None:
-    with owner(tmp_path) as (process, worker):
+@pytest.mark.parametrize("how", ["slow", "asleep", "starting"])
+def test_a_worker_ends_with_an_owner_that_was_killed(tmp_path: Path, how: str) -> None:
+    """Also one that says nothing for minutes, and one that still reads what it is to do."""
+    with owner(tmp_path, how) as (process, worker):
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: gone(worker))
-        assert process.wait() == -signal.SIGKILL
+        until(lambda: gone(worker), 3)
+        said, _ = process.communicate(timeout=20)
+        assert (process.returncode, said) == (-signal.SIGKILL, b"")
 
 
 def _chained() -> RuntimeError:

@@ -1,7 +1,7 @@
 """Jobs in processes of their own. One that fails leaves the others running.
 
-A worker holds one end of a pipe and nothing else of its owner, so it ends with its owner,
-however that one dies. It never sees Ctrl-C: the owner answers it, and ends its workers.
+A worker ends with its owner, however that one dies: a thread waits for it, and ends the worker in
+the middle of what it does. It never sees Ctrl-C: the owner answers it, and ends its workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
@@ -19,7 +20,7 @@ from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from driftlab.errors import DriftlabError, ResourceError, RunError, first_line, lacks_memory
 
@@ -48,12 +49,12 @@ def run_jobs(
     RunError: a worker died, so nobody knows what became of its job.
     """
     failed: dict[str, DriftlabError] = {}
-    waiting = deque(jobs.items())
+    waiting = deque((name, (work, job)) for name, job in jobs.items())
     crew: list[tuple[SpawnProcess, Connection]] = []
     busy: dict[Connection, tuple[SpawnProcess, str]] = {}
     try:
         for _ in range(min(workers, len(jobs))):
-            process, pipe = _start(work)
+            process, pipe = _start()
             crew.append((process, pipe))
             _give(pipe, process, busy, waiting)
         while busy:
@@ -127,10 +128,10 @@ def understood(error: BaseException) -> DriftlabError:
     )
 
 
-def _start(work: Callable[[Job, Progress], None]) -> tuple[SpawnProcess, Connection]:
+def _start() -> tuple[SpawnProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     with _deaf_to_ctrl_c():
         process.start()
     theirs.close()
@@ -152,7 +153,7 @@ def _give(
     pipe: Connection,
     process: SpawnProcess,
     busy: dict[Connection, tuple[SpawnProcess, str]],
-    waiting: deque[tuple[str, Job]],
+    waiting: deque[tuple[str, Any]],
 ) -> None:
     name, job = waiting.popleft()
     busy[pipe] = process, name
@@ -178,12 +179,16 @@ def _died(process: SpawnProcess, name: str) -> RunError:
     return RunError(f"the worker of cell {name} died", got=how, remedy=remedy)
 
 
-def _serve(pipe: Connection, work: Callable[[Job, Progress], None]) -> None:
-    """A worker's life. It ends when the pipe does."""
+def _serve(pipe: Connection) -> None:
+    """A worker's life. It ends when the pipe does.
+
+    What it is to do comes by the pipe, too: reading that imports torch, and takes long.
+    """
+    threading.Thread(target=_follow, args=(multiprocessing.parent_process(),), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             ticker = _Ticker(pipe)
-            job = pipe.recv()
+            work, job = pipe.recv()
             outcome: DriftlabError | None = None
             try:
                 work(job, ticker)
@@ -197,6 +202,11 @@ def _serve(pipe: Connection, work: Callable[[Job, Progress], None]) -> None:
                 outcome = type(found)(found.what, got=got, remedy=found.remedy)
             ticker.flush()
             pipe.send(outcome)
+
+
+def _follow(owner: Any) -> None:
+    owner.join()
+    os._exit(1)
 
 
 class _Ticker:
