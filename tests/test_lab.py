@@ -23,6 +23,7 @@ from driftlab.analysis.interventions import knock_out_sink, noise, pin_norm, swa
 from driftlab.config import DrafterConfig, ExplainSpec, Origin, Sourced
 from driftlab.data.grammar import VOCABULARY, WordTokenizer, stories
 from driftlab.data.prompts import Prompt, Rendering
+from driftlab.engines import habitat
 from driftlab.engines.anchors import unroll
 from driftlab.errors import (
     AssumptionError,
@@ -122,6 +123,17 @@ def test_importing_is_quick_and_a_stored_run_needs_no_torch(
 
 
 # -- open
+
+
+def test_a_probe_tells_of_prompts_that_the_drafter_learned_from(lab: Lab) -> None:
+    marks = sorted(habitat.prompt_marks(lab.states(PROMPTS[:1], max_new_tokens=12).texts))
+    drafter = make_drafter()
+    drafter.provenance[habitat.PROMPTS] = Sourced(
+        value={"count": 1, "sha256": marks}, origin=Origin.derived, where="the drafter's training"
+    )
+    known = driftlab.open(lab.target, drafter, cache=lab.cache).probe(PROMPTS, **SETTINGS)
+    (said,) = known.manifest["differs"]
+    assert said.startswith("1 of 3 measured prompts were also learned from: ")
 
 
 def test_a_stored_drafter_is_opened_and_measures_alike(
