@@ -116,7 +116,11 @@ def train(
     feedback: Annotated[str, typer.Option(help="pre_norm or post_norm.")] = "pre_norm",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     given: Annotated[
-        bool, typer.Option(help="DATA holds whole texts; learn from them as they are.")
+        bool,
+        typer.Option(
+            help='Learn from the texts of the .jsonl file DATA as they are: {"prompt", "response"} '
+            'a line, or {"messages"} with an answer.'
+        ),
     ] = False,
     out: Out = None,
     settings: Settings = None,

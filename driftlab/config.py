@@ -267,7 +267,7 @@ class TextSpec(Frozen):
     """Which text the drafters learn from and are measured on."""
 
     train_prompts: str | None = None  # named set, .jsonl file or "micro", continued by the target
-    given: str | None = None  # a .jsonl file of whole texts to learn from instead
+    given: str | None = None  # a .jsonl file of prompts and responses to learn from instead
     measure_prompts: str
     train_tokens: Count
     max_new_tokens: Count = 128

@@ -273,9 +273,9 @@ def read_given(
     """Whole texts from a .jsonl file, up to ``max_tokens`` tokens in all, in the file's order; and
     the hashes of their prompts' chat templates, None for a prompt without one.
 
-    Each line holds ``prompt`` and ``response``, or ``messages`` that end with the assistant's;
-    the prompt is rendered with the chat template where there is one. ``limit`` is the longest
-    text allowed, in tokens.
+    Each line holds a prompt as in `load_prompts` and its ``response``, or ``messages`` with the
+    assistant's, of which the first answers the first user turn. The prompt is rendered with the
+    chat template where there is one. ``limit`` is the longest text allowed, in tokens.
 
     Raises
     ------
