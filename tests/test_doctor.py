@@ -22,6 +22,7 @@ from driftlab import doctor
 from driftlab.config import Feedback, FusionNorm, Origin, Residual, Rope, Sourced
 from driftlab.doctor import Diagnosis, Limits, Outcome, Verdict, scoring
 from driftlab.doctor.candidates import alternatives, changes
+from driftlab.doctor.diagnosis import FILE
 from driftlab.doctor.ruling import hopeless, outcome
 from driftlab.doctor.scoring import Bench, margins, own_texts, paired_p
 from driftlab.engines.anchors import unroll
@@ -106,6 +107,29 @@ def test_a_planted_fault_is_named(name: str) -> None:
     won = found.winner.margin, found.winner.accepted
     assert any(e.low > 0 and e.value >= found.limits.found(e.unit) for e in won)
     assert not any(e.high < 0 for e in won)
+
+
+def test_two_faults_that_hide_each_other_are_named() -> None:
+    """Under the normed residual the feedback's norm changes nothing, and the raw residual is
+    worse without it: neither cure helps alone."""
+    variant = "none+post_norm"
+    made = faults.drafter(variant)
+    layer: Any = made.layers[0]
+    gains, width = faults._lognormal(made, 0, 0.8), made.config.hidden_size
+    tensors = {"layers.0.hidden_norm.weight": layer.hidden_norm.weight * gains}
+    for name, module in layer.self_attn.named_children():  # the same function for these gains
+        if module in layer.self_attn.readers():
+            tensors[f"layers.0.self_attn.{name}.weight"] = module.weight.clone()
+            tensors[f"layers.0.self_attn.{name}.weight"][:, width:] /= gains
+    twin = Reading(made.config, made.draft_to_target, tensors)
+    wrong = twin.change(feedback=Feedback.pre_norm, residual=Residual.normed)
+    found = examined(build(made, wrong), variant)
+    assert found.verdict is Verdict.wrong
+    first = [c for c in found.candidates if c.against == FILE]
+    (pair,) = [c for c in first if c.outcome is Outcome.better]
+    assert pair.name == "feedback post_norm + residual raw"
+    assert found.winner is not None
+    assert found.winner.patch == {"feedback": Feedback.post_norm, "residual": Residual.raw}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from driftlab.config import DrafterConfig, Origin, Provenance, Sourced, refuse_assumptions
-from driftlab.doctor.candidates import Alternative, alternatives, changes, same, tried
+from driftlab.doctor.candidates import Alternative, alternatives, both, changes, same, tried
 from driftlab.doctor.diagnosis import (
     FILE,
     Candidate,
@@ -302,6 +302,8 @@ class _Case:
     ) -> tuple[Score, Limits, list[Candidate], Candidate | None, tuple[Candidate, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.
 
+        Where none is better, two at a time may be: of pairs only those that are, or may be, are
+        named.
         Readings that cannot be told apart go on side by side: a second fault can part them.
         """
         options = alternatives(
@@ -317,6 +319,11 @@ class _Case:
             made = self._extend(options, stems, limits, f"readings, pass {round_ + 1}")
             found += made
             better = [c for c in made if c.outcome is Outcome.better]
+            if not better and round_ == 0:
+                made = self._extend(_pairs(options, made, limits), stems, limits, "readings, pairs")
+                told = {Outcome.better, Outcome.unclear}
+                found += [c for c in made if c.outcome in told]
+                better = [c for c in made if c.outcome is Outcome.better]
             if not better:
                 break
             best = self._front([*best, *better], limits, 2 * len(found))
@@ -419,6 +426,21 @@ class _Case:
             )
             for s in served
         ]
+
+
+def _pairs(
+    options: Sequence[Alternative], made: Sequence[Candidate], limits: Limits
+) -> list[Alternative]:
+    """Every change that costs nothing that matters with every other one.
+
+    Of two faults one may hide the other, so that neither shows alone.
+    """
+    cheap = {
+        c.name
+        for c in made
+        if all(e.value > -limits.matters(e.unit) for e in (c.margin, c.accepted))
+    }
+    return [both(a, b) for a in options if a.name in cheap for b in options if a.field != b.field]
 
 
 def _name(against: str, option: Alternative) -> str:

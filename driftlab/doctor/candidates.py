@@ -58,6 +58,17 @@ def alternatives(
     return found
 
 
+def both(a: Alternative, b: Alternative) -> Alternative:
+    """Two changes at once. They are settled when one is: the other alone was scored as well."""
+    return Alternative(
+        field=f"{a.field}, {b.field}",
+        name=f"{a.name} + {b.name}",
+        why=f"{a.why}; {b.why}",
+        settled=a.settled or b.settled,
+        apply=lambda r: b.apply(a.apply(r)),
+    )
+
+
 def tried(apply: Apply, reading: Reading) -> Reading:
     """``apply(reading)``, or ``reading`` itself where the change is impossible."""
     try:

@@ -173,8 +173,9 @@ def _meaning(d: Diagnosis) -> str:
     """The verdict in words, and what to do."""
     if d.verdict is Verdict.clean:
         return (
-            "The drafter is computed as its weights were trained, as far as this text can tell. "
-            "Nothing to do; see Runtimes for who serves it so."
+            "The drafter is computed as its weights were trained, as far as this text can tell: no "
+            "change of one field is better, nor a change that costs nothing that matters together "
+            "with any other one. Nothing to do; see Runtimes for who serves it so."
         )
     if d.verdict is Verdict.doubtful:
         return (

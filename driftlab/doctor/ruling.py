@@ -70,10 +70,10 @@ def judge(
     if reasons:
         return Verdict.doubtful, tuple(reasons)
     if not even:
-        return Verdict.clean, ("every other reading is worse",)
+        return Verdict.clean, ("every reading that differs in one field is worse",)
     return Verdict.clean, (
-        "no other reading is better; so near that it does not matter which is right: "
-        + ", ".join(f"{c.name} ({_most(c)})" for c in even),
+        "no reading that differs in one field is better; so near that it does not matter which is "
+        "right: " + ", ".join(f"{c.name} ({_most(c)})" for c in even),
         sensitivity(limits, candidates),
     )
 
