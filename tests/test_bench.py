@@ -218,6 +218,13 @@ def test_a_stage_that_does_not_exist_is_refused() -> None:
     assert "ablate" in STAGES
 
 
+def test_peers_that_no_stage_asks_are_refused() -> None:
+    stages = ["records", "startup"]
+    given: dict[str, Any] = {"smoke": True, "repeats": 1, "stored": NOWHERE, "say": print}
+    with pytest.raises(ConfigError, match=r"stage training, .* .got nobody and the stages records"):
+        next(run(stages, peers={"nobody": "false"}, **given))
+
+
 def test_rows_are_read_without_torch() -> None:
     code = (
         "import sys, driftlab.results.bench_rows, driftlab.results.bench_figure; "

@@ -32,6 +32,8 @@ STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 ON_REQUEST = ("ablate",)
 """Stages that run only when they are named."""
+PEERED = "training"
+"""The stage that other trainers take part in."""
 
 
 def run(
@@ -52,13 +54,19 @@ def run(
     peers: name -> command of other trainers (see `driftlab.bench.peers`). stored: a finished run,
     of which figures are drawn. ``say`` is told what was done, as it is done.
 
-    Raises ConfigError for a stage that does not exist.
+    Raises ConfigError for a stage that does not exist, and for peers that no stage asks.
     """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise ConfigError(
             f"there is no stage {unknown[0]!r}", remedy=f"Stages: {', '.join(STAGES)}."
         )
     chosen = stages or [name for name in STAGES if name not in ON_REQUEST]
+    if peers and PEERED not in chosen:
+        raise ConfigError(
+            f"peers take part in the stage {PEERED}, which is not chosen",
+            got=f"{', '.join(peers)} and the stages {', '.join(chosen)}",
+            remedy=f"Add --stage {PEERED}, or leave --peer away.",
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with machine.threads(1):
         found = machine.measure(device, smoke=smoke)
