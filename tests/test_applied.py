@@ -472,8 +472,16 @@ def test_unlike_runs_are_not_merged() -> None:
     other = small.home() / "unlike"
     run_experiment(small.spec("seeds=[1]", "measure.depth=3"), other, quiet=True)
     done = small.home() / "done"
-    with pytest.raises(RunError, match=r"no parts of one run .*measure.depth: 4 and 3"):
+    with pytest.raises(RunError, match=r"no parts of one run .*measure.depth: 4 and 3") as error:
         merge([done, other], small.home() / "never")
+    assert "name, seeds, axes, question," in str(error.value.remedy)
+    probed = copied("probed", "done")
+    stored = json.loads((probed / "manifest.json").read_text())
+    del stored["config"]["axes"]
+    (probed / "manifest.json").write_text(json.dumps(stored))
+    with pytest.raises(RunError, match="probed is a probe's run") as error:
+        merge([done, probed], small.home() / "never")
+    assert "beside" in str(error.value.remedy)
     with pytest.raises(RunError, match="both hold the cell none"):
         merge([done, done], small.home() / "never")
     with pytest.raises(RunError, match="two runs or more"):

@@ -18,7 +18,13 @@ from driftlab.errors import RunError
 from driftlab.results.records import RunDirectory, config_hash
 from driftlab.results.shards import atomic_file
 
-_UNMOVED = ("question", "base", "analysis", "workers")
+_UNMOVED = (
+    *("question", "base", "analysis", "workers", "train.checkpoint_every", "measure.bootstrap"),
+    *("applied.drafters", "target.device_map", "target.tp_plan"),
+)
+"""Settings that move no row."""
+_MERGED = ("name", "seeds", "axes")
+"""Settings in which the parts of one run may differ, beside those."""
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
@@ -27,16 +33,11 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     Settings that were added later are left out while they are off, so that runs which were begun
     before can be resumed.
     """
-    config = experiment.model_dump(
-        mode="json",
-        exclude={
-            **dict.fromkeys(_UNMOVED, True),
-            "train": {"checkpoint_every"},
-            "measure": {"bootstrap"},
-            "applied": {"drafters"},
-            "target": {"device_map", "tp_plan"},
-        },
-    )
+    config = experiment.model_dump(mode="json")
+    for setting in _UNMOVED:
+        table, _, name = setting.rpartition(".")
+        if (place := config[table] if table else config) is not None:  # a run without [applied]
+            del place[name]
     off: dict[tuple[str, str], Any] = {("train", "alignment"): 0.0, ("train", "align_layer"): None}
     off |= {("train", "evaluate_every"): None}
     off |= {("measure", "agreement"): False, ("axes", "alignment"): []}
@@ -50,20 +51,20 @@ def identity(experiment: Experiment) -> dict[str, Any]:
 
 
 def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
-    """Make one run of finished runs that differ only in name, seeds, axes and workers.
+    """Make one run of finished runs that differ only in ``_MERGED`` and ``_UNMOVED``.
 
     Cells, drafters and rows are copied as they are (drafters are hard links where the disk allows
     it). When the cells are the product of the merged axes and seeds, ``driftlab ablate`` with such
     an experiment knows the merged run as its own and resumes it. Merging again goes on where it
     was killed. Each run's own versions, and when its comparisons were fixed, stay in ``merged``;
     what is said of all of them is said only where they agree, and what was late or changed in one
-    of them counts for all.
+    of them counts for all. Of ``_UNMOVED`` settings the first run's are taken.
 
     Raises
     ------
-    RunError: fewer than two runs, one is not finished, they differ otherwise (it is said in what)
-        or registered other comparisons, hold the same cell, or ``out`` holds another run, or files
-        that these runs do not hold.
+    RunError: fewer than two runs, one is not finished or is a probe's, they differ otherwise (it is
+        said in what) or registered other comparisons, hold the same cell, or ``out`` holds another
+        run, or files that these runs do not hold.
     """
     found = [RunDirectory.open(path) for path in runs]
     if len(found) < 2:
@@ -181,7 +182,14 @@ def _registered(
 
 
 def _experiment(run: RunDirectory) -> Experiment:
-    return build_experiment(dict(run.manifest["config"]), where=str(run.path))
+    config = run.manifest.get("config") or {}
+    if "axes" not in config:
+        raise RunError(
+            f"{run.path} is a probe's run, which is no part of an experiment",
+            remedy="Compare two of them: driftlab compare RUN RUN. In Python ProbeRun.beside sets "
+            "several beside each other.",
+        )
+    return build_experiment(dict(config), where=str(run.path))
 
 
 def _refuse_unlike(
@@ -203,7 +211,7 @@ def _refuse_unlike(
             raise RunError(
                 f"{runs[0].path} and {run.path} are no parts of one run",
                 got=said,
-                remedy="Only name, seeds, axes and workers may differ.",
+                remedy=f"Only these may differ: {', '.join((*_MERGED, *_UNMOVED))}.",
             )
         if experiments[0].analysis != experiment.analysis:
             raise RunError(
@@ -225,7 +233,7 @@ def _stated(experiment: Experiment) -> str:
 
 def _alike(experiment: Experiment) -> dict[str, Any]:
     config = identity(experiment)
-    return {n: v for n, v in config.items() if n not in ("name", "seeds", "axes")}
+    return {n: v for n, v in config.items() if n not in _MERGED}
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
