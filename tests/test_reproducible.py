@@ -18,7 +18,7 @@ from driftlab import cli
 from driftlab.data.corpus import Source, Writing, write_corpus
 from driftlab.errors import RunError
 from driftlab.experiment import run_experiment
-from driftlab.experiment.redo import differences, experiment_of, manifest_of, verdict
+from driftlab.experiment.redo import cells_of, differences, experiment_of, manifest_of, verdict
 from driftlab.results.manifest import read_manifest
 from driftlab.results.records import RunDirectory
 
@@ -220,6 +220,17 @@ def test_the_command_runs_again_and_refuses_other_code(
     assert "5 of 5 tables equal the first run's byte for byte" in out
     assert "2 of 2 cells were there and not made again" in out
     assert call("--suite", "micro")[0] == 2
+
+
+def test_only_cells_that_are_done_count_as_there(tmp_path: Path) -> None:
+    assert cells_of(tmp_path / "none") == 0
+    half = Path(shutil.copytree(small.home() / "done", tmp_path / "half"))
+    assert cells_of(half) == 2
+    run = RunDirectory.worker(half)
+    row = run.row_of(small.CELLS[0])
+    assert row is not None
+    run.write_cell({**row, "status": "failed: no memory"})
+    assert cells_of(half) == 1
 
 
 def test_a_run_is_not_made_again_into_itself(

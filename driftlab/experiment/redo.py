@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab.config import Experiment, build_experiment
+from driftlab.engines.cell import DONE
 from driftlab.errors import RunError
 from driftlab.results.manifest import read_manifest
 from driftlab.results.merge import identity
@@ -101,8 +102,10 @@ def refuse_same(path: Path, out: Path) -> None:
 
 
 def cells_of(out: Path) -> int:
-    """Finished cells that ``out`` holds."""
-    return sum(1 for _ in (out / "rows" / "cells").glob("*"))
+    """Cells that ``out`` holds and that are done; others in it are made again."""
+    if not (out / "manifest.json").exists():
+        return 0
+    return sum(row["status"] == DONE for row in RunDirectory.open(out).rows_of_cells())
 
 
 def verdict(stored: Mapping[str, Any], run: RunDirectory, kept: int = 0) -> str:

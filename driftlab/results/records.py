@@ -272,6 +272,12 @@ class RunDirectory:
         shard = read_shard(self._row_path(cell), owners=self._owners)
         return None if shard is None else dict(shard.table("cells").to_pylist()[0])
 
+    def rows_of_cells(self) -> list[dict[str, Any]]:
+        """The stored rows of ``cells``; of a run that is not finished, too."""
+        paths = (self.path / "rows" / "cells").glob(f"*{SUFFIX}")
+        shards = (read_shard(path, owners=self._owners) for path in paths)
+        return [dict(s.table("cells").to_pylist()[0]) for s in shards if s is not None]
+
     def drafter_of(self, cell: str) -> str | None:
         """The hash that :meth:`write_cell` was given; None in runs that were made without."""
         shard = read_shard(self._row_path(cell), owners=self._owners)
