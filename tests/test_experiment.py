@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from driftlab.errors import (
 )
 from driftlab.experiment import plan, run_experiment, texts
 from driftlab.experiment.plan import cell_name, variants
+from driftlab.models.anatomy import Anatomy
 from driftlab.models.checkpoints import load_drafter, save_drafter
 from driftlab.models.frozen import Frozen
 from driftlab.results import merge as merge_room
@@ -525,6 +527,28 @@ def test_strict_refuses_what_was_assumed(out: Path, patch: pytest.MonkeyPatch) -
         run(out, strict=True)
     assert not out.exists()
     assert set(run(out).manifest["assumed"]) == {"target.eos_ids"}
+
+
+def test_strict_refuses_what_a_drafter_takes_over_and_the_target_lacks(out: Path) -> None:
+    """In the run that trains it, and in runs on the drafters of that run."""
+    stated = vars(Anatomy)["shape"].fget
+    lacking = property(lambda target: replace(stated(target), assumed=("norm_eps", "rope")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Anatomy, "shape", lacking)
+        with pytest.raises(AssumptionError, match=r"2 value.s. were .*norm_eps.*drafter\.rope"):
+            run(out, strict=True)
+        assert not out.exists()
+        assumed = run(out).manifest["assumed"]
+    assert set(assumed) == {"drafter.norm_eps", "drafter.rope"}
+    noisy = 'applied.conditions=[{name="noisy", interventions=[{kind="noise", alpha=0.5}]}]'
+    on_them = (f"applied.drafters={json.dumps(str(out))}", noisy)
+    later = small.home() / "on assuming drafters"
+    with pytest.raises(AssumptionError, match=r"drafter\.norm_eps"):
+        run(later, *on_them, strict=True)
+    manifest = run(later, *on_them).manifest
+    shutil.rmtree(later)
+    assert manifest["assumed"] == assumed
+    assert "drafter.hidden_size" in manifest["resolved"]
 
 
 def test_a_second_owner_is_refused(out: Path) -> None:

@@ -130,6 +130,10 @@ def _prepare(
     given = find_drafters(experiment, run.path)
     with run.stage("target"):
         plan = Plan(experiment, cache, quiet=quiet)
+    if given is None:
+        plan.drafter_config(None)  # its values have a provenance from here on
+    else:
+        plan.provenance |= given.provenance()
     check_conditions(plan, given)
     if strict:
         refuse_assumptions(plan.provenance, owner=experiment.target.source)

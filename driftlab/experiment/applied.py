@@ -13,6 +13,8 @@ from driftlab.config import (
     Condition,
     DrafterConfig,
     Experiment,
+    Provenance,
+    Sourced,
     TextSpec,
     build_experiment,
 )
@@ -72,6 +74,15 @@ class Given:
                 got=known,
                 remedy=f"Set target.boundaries as there; here they are {list(boundaries)}.",
             )
+
+    def provenance(self) -> Provenance:
+        """Where the drafters' values came from, as the run that trained them says."""
+        resolved = self.run.manifest.get("resolved") or {}
+        return {
+            name: Sourced.model_validate(stated)
+            for name, stated in resolved.items()
+            if name.startswith("drafter.")
+        }
 
     def prompts(self) -> set[str]:
         """Marks of the prompts that they learned from, as far as their files tell."""
