@@ -173,9 +173,13 @@ def test_a_level_that_another_part_of_the_run_trains_is_named() -> None:
             ),
             "conditions a and b are the same",
         ),
+        (("train.align_layer=0",), r"train\.align_layer changes nothing"),
+        (("train.align_layer=0", "axes.alignment=[0.0]"), r"align_layer changes nothing"),
     ],
 )
-def test_two_names_of_one_thing_are_refused(settings: tuple[str, ...], said: str) -> None:
+def test_two_names_of_one_thing_and_settings_without_effect_are_refused(
+    settings: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         check_experiment(read_experiment(MICRO, settings))
 

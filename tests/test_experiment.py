@@ -492,6 +492,7 @@ def test_a_full_disk_loses_nothing(out: Path, patch: pytest.MonkeyPatch, what: s
         (("text.measure_prompts=held-out",), ConfigError, "no tokenizer"),
         (("drafter.draft_vocab_size=9000",), DataError, "draft vocabulary"),
         (("drafter.num_heads=3",), ConfigError, "not a multiple of num_kv_heads"),
+        (("drafter.hidden_size=32",), ConfigError, r"train\.head_init changes nothing: .*got 0.5"),
         (("target.source=nowhere",), Exception, "neither a folder"),
     ],
 )

@@ -19,8 +19,10 @@ _LENGTHS = ("accepted drafts", "share of own length")
 
 
 def check_experiment(experiment: Experiment) -> None:
-    """Raise ConfigError for two names of one thing, or a comparison that no run could answer."""
+    """Raise ConfigError for two names of one thing, a setting without an effect, or a comparison
+    that no run could answer."""
     _check_steps(experiment)
+    _check_alignment(experiment)
     _check_conditions(experiment)
     for contrast in _contrasts(experiment):
         if fault := _fault(experiment, contrast):
@@ -102,6 +104,18 @@ def _check_steps(experiment: Experiment) -> None:
                 remedy="Leave it out, or raise train.steps.",
             )
         seen[steps] = scale
+
+
+def _check_alignment(experiment: Experiment) -> None:
+    layer, given = experiment.train.align_layer, experiment.applied
+    if given is not None and given.drafters:
+        return  # it is compared with what that run trained with
+    if layer is not None and not any(experiment.levels()["alignment"]):
+        raise ConfigError(
+            "train.align_layer changes nothing: no drafter is trained with alignment",
+            got=layer,
+            remedy="Leave it out, or set train.alignment or axes.alignment above 0.",
+        )
 
 
 def _check_conditions(experiment: Experiment) -> None:

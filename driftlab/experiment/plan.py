@@ -308,6 +308,15 @@ class Plan:
                 origin=Origin.assumed if lacks else Origin.derived,
                 where="the target's config has none" if lacks else "the target's own",
             )
+        # Not refused where the head starts at random anyway: nothing was asked that is not done.
+        usual, head = TrainSpec.model_fields["head_init"].default, self.experiment.train.head_init
+        if values["hidden_size"] != target.hidden_size and head not in (0, usual):
+            raise ConfigError(
+                "train.head_init changes nothing: the target's head rows are of another width",
+                got=f"{head:g}, drafter.hidden_size = {values['hidden_size']} and the target's "
+                f"{target.hidden_size}",
+                remedy="Set train.head_init = 0, the random head that such a drafter starts with.",
+            )
         try:
             return DrafterConfig(
                 **values,
