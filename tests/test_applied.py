@@ -563,7 +563,8 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
     fixed = {"config": {"analysis": analysis}, "warnings": ["once", "twice"]}
     early = {"analysis": analysis, "rows": False}
     a = copied("early", "done", **copy.deepcopy(fixed), registered=early)
-    late = copied("late", "said", **copy.deepcopy(fixed), registered={**early, "rows": True})
+    again = {"registered": {**early, "rows": True}, "resumed": [{"time": "T", "git": None}]}
+    late = copied("late", "said", **copy.deepcopy(fixed), **again)
     with pytest.raises(RunError, match=r"registered other comparisons .got accepted drafts by fee"):
         merge([a, other], small.home() / "never")
     merged = merge([a, late], small.home() / "two")
@@ -572,6 +573,7 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
     assert merged.manifest["supervised"] == RunDirectory.open(a).manifest["supervised"]
     assert merged.manifest["warnings"] == ["once", "twice"]
     assert [m["registered"]["rows"] for m in merged.manifest["merged"]] == [False, True]
+    assert merged.manifest["merged"][1]["resumed"] == again["resumed"]
     moved = {"analysis": {"primary": None}, "rows": False}
     other_way = copied("moved", "said", **copy.deepcopy(fixed), registered=moved)
     merged = merge([a, other_way], small.home() / "three")

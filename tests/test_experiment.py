@@ -90,6 +90,28 @@ def test_a_finished_run_is_only_read_again(out: Path, patch: pytest.MonkeyPatch)
     assert small.status(out) == dict.fromkeys(small.CELLS, "done")
 
 
+def test_a_run_stays_that_of_the_code_that_began_it(out: Path) -> None:
+    """What resumed it is noted, and told of for good."""
+    fresh(out)
+    path = out / "manifest.json"
+    begun = json.loads(path.read_text())
+    begun["versions"]["torch"] = "1.0"
+    begun |= {"git": {"commit": "a" * 40, "changed": False}, "command": "first"}
+    begun["resumed"] = ["2026-01-01T00:00:00+00:00"]  # as older runs say it
+    path.write_text(json.dumps(begun))
+    run(out, command="second")
+    found = run(out, command="first").manifest
+    made_by = ("versions", "git", "hardware", "command")
+    assert [found[n] for n in made_by] == [begun[n] for n in made_by]
+    before, second, third = found["resumed"]
+    assert before == begun["resumed"][0]
+    assert set(second) == {"time", "versions", "git", "command"} and second["command"] == "second"
+    assert second["versions"]["torch"] == torch.__version__ and "command" not in third
+    told = [line for line in found["warnings"] if "by other code than began the run" in line]
+    assert len(told) == 2 and f"torch 1.0 and then {torch.__version__}; commit aaaa" in told[0]
+    assert second["time"] in told[0]
+
+
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])
 def test_what_is_lost_is_measured_again_without_training(
     out: Path, patch: pytest.MonkeyPatch, lost: str

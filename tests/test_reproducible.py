@@ -18,7 +18,14 @@ from driftlab import cli
 from driftlab.data.corpus import Source, Writing, write_corpus
 from driftlab.errors import RunError
 from driftlab.experiment import run_experiment
-from driftlab.experiment.redo import cells_of, differences, experiment_of, manifest_of, verdict
+from driftlab.experiment.redo import (
+    cells_of,
+    differences,
+    experiment_of,
+    manifest_of,
+    resumed_by_other_code,
+    verdict,
+)
 from driftlab.results.manifest import read_manifest
 from driftlab.results.records import RunDirectory
 
@@ -148,6 +155,19 @@ def test_differences_of_code_are_said() -> None:
     assert len(differences(manifest(git=None, versions=None), VERSIONS, GIT)) == 3
 
 
+def test_a_resumption_by_other_code_is_said() -> None:
+    at, torch = {"time": "T"}, {**VERSIONS, "torch": "2.1"}
+    other = [at, {**at, "command": "c"}, {**at, "versions": torch}, {**at, "git": None}]
+    other += [{**at, "git": {**GIT, "changed": True}}]
+    said = "resumed at T by other code than began the run: "
+    assert resumed_by_other_code(manifest(resumed=["T", *other])) == [
+        f"{said}torch 2.0 and then 2.1",
+        f"{said}commit aaaaaaaaaaaa and then None",
+        f"{said}changes that no commit holds",
+    ]
+    assert resumed_by_other_code(manifest()) == []
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 3}', '{"config": {"measure": {}}}'])
 def test_a_file_that_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
@@ -167,6 +187,7 @@ EDITED: dict[str, Any] = {
     "resolved": {"x": {"value": 1, "origin": "guessed", "where": "w"}},
     "versions": {"torch": 2},
     "warnings": [1],
+    "resumed": [{"versions": {}}],
     "precision": {"dtype": "bfloat16", "positions": 9, "ties": 0},
     "merged": [{"name": "x"}],
     "registered": {"analysis": []},

@@ -42,6 +42,7 @@ from driftlab.experiment.applied import (
 )
 from driftlab.experiment.checks import check_experiment
 from driftlab.experiment.plan import Plan
+from driftlab.experiment.redo import resumed_by_other_code
 from driftlab.experiment.texts import prompt_rows
 from driftlab.models import memory
 from driftlab.models.checkpoints import stated_config
@@ -83,13 +84,11 @@ def run_experiment(
         "config_hash": config_hash(identity(experiment)),
         "name": experiment.name,
         "question": experiment.question,
-        "command": command,
-        "versions": _versions(),
-        "git": _git_state(),
-        "hardware": _hardware(),
     }
+    versions, git = code_in_use()
+    made_by = {"command": command, "versions": versions, "git": git, "hardware": _hardware()}
     fresh = not (out / "manifest.json").exists()
-    with RunDirectory.create(out, manifest) as run:
+    with RunDirectory.create(out, manifest, **made_by) as run:
         try:
             phases = _prepare(experiment, run, cache, strict=strict, quiet=quiet, here=ray is None)
         except DriftlabError:
@@ -143,7 +142,8 @@ def _prepare(
         check_sink(experiment.measure.sink, [length for _, length in spans])
         train_texts = plan.texts_to_learn() if given is None else []
         known = prompt_marks(train_texts) if given is None else given.prompts()
-        warned = learned_from(known, measure_texts, strict=strict)
+        warned = resumed_by_other_code(run.manifest)
+        warned += learned_from(known, measure_texts, strict=strict)
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):
         learned = plan.states(train_texts, "states to learn from") if train_texts else None

@@ -32,23 +32,40 @@ def differences(
     stored: Mapping[str, Any], versions: Mapping[str, str], git: Mapping[str, Any] | None
 ) -> list[str]:
     """What of the code differs from the code that made ``stored``, in words."""
-    then = stored.get("versions")
-    then = then if isinstance(then, Mapping) else {}
+    found = [f"{name} {then} then, {now} now" for name, then, now in _apart(stored, versions, git)]
+    if (stored.get("git") or {}).get("changed"):
+        found.append("its code had changes that no commit holds")
+    if git and git.get("changed"):
+        found.append("this code has changes that no commit holds")
+    return found
+
+
+def resumed_by_other_code(stored: Mapping[str, Any]) -> list[str]:
+    """Each time that ``stored`` was resumed by other code than began it, in words."""
+    found = []
+    for entry in stored.get("resumed") or ():
+        if isinstance(entry, str) or not {"versions", "git"} & {*entry}:
+            continue
+        versions = entry.get("versions", stored.get("versions") or {})
+        unlike = _apart(stored, versions, entry.get("git", stored.get("git")))
+        apart = [f"{name} {then} and then {now}" for name, then, now in unlike]
+        said = "; ".join(apart or ["changes that no commit holds"])
+        found.append(f"resumed at {entry['time']} by other code than began the run: {said}")
+    return found
+
+
+def _apart(
+    stored: Mapping[str, Any], versions: Mapping[str, str], git: Mapping[str, Any] | None
+) -> list[tuple[str, str, str]]:
+    """What has another version or commit: its name, in ``stored``, and as given."""
+    then = stored.get("versions") or {}
     found = [
-        f"{name} {then.get(name, 'unknown')} then, {versions.get(name, 'absent')} now"
+        (name, then.get(name, "unknown"), versions.get(name, "absent"))
         for name in sorted({*versions, *then})
         if versions.get(name) != then.get(name)
     ]
-    old, new = stored.get("git"), git
-    old_commit = old.get("commit") if isinstance(old, Mapping) else None
-    new_commit = new.get("commit") if new else None
-    if old_commit != new_commit:
-        found.append(f"commit {str(old_commit)[:12]} then, {str(new_commit)[:12]} now")
-    if isinstance(old, Mapping) and old.get("changed"):
-        found.append("its code had changes that no commit holds")
-    if new and new.get("changed"):
-        found.append("this code has changes that no commit holds")
-    return found
+    old, new = ((code or {}).get("commit") for code in (stored.get("git"), git))
+    return found if old == new else [*found, ("commit", str(old)[:12], str(new)[:12])]
 
 
 def experiment_of(
@@ -68,7 +85,7 @@ def experiment_of(
     ConfigError: its settings are none of this version.
     """
     stored = manifest_of(path)
-    apart = differences(stored, versions, git)
+    apart = differences(stored, versions, git) + resumed_by_other_code(stored)
     experiment = build_experiment(dict(stored["config"]), where=str(path))
     if config_hash(identity(experiment)) != stored.get("config_hash"):
         edited = "its settings are not those of its config_hash: edited, or hashed by other code"

@@ -64,6 +64,12 @@ class _Registered(_Part):
     rows: bool
 
 
+class _Resumed(_Part):
+    time: str
+    versions: dict[str, str] = {}
+    git: dict[str, Any] | None = None
+
+
 class _Measure(_Part):
     bootstrap: int = 0
 
@@ -90,7 +96,7 @@ class _Manifest(_Part):
     command: str | None = None
     created: str = ""
     finished: str = ""
-    resumed: list[str] = []
+    resumed: list[_Resumed | str] = []  # in older runs a time alone
     config: _Config | None = None
     config_hash: str = ""
     versions: dict[str, str] = {}

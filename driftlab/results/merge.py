@@ -107,7 +107,7 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
         "stages": _stages(manifests),
         "merged": [
             {n: m.get(n) for n in ("name", "config_hash", "command", "created", "versions", "git")}
-            | {n: m[n] for n in ("registered", "precision", "supervised", "corrected") if n in m}
+            | {n: m[n] for n in _OWN if n in m}
             | {"cells": sorted(row["cell"] for row in own)}
             for m, own in zip(manifests, rows, strict=True)
         ],
@@ -135,6 +135,7 @@ def _stages(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_OWN = ("registered", "precision", "supervised", "corrected", "resumed")
 _KEPT = ("question", "versions", "git", "hardware", "inputs", "assumed", "resolved", "coverage")
 
 

@@ -101,13 +101,14 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create(cls, path: str | Path, manifest: Mapping[str, Any]) -> Self:
+    def create(cls, path: str | Path, manifest: Mapping[str, Any], **made_by: Any) -> Self:
         """Start a run in ``path``, or resume the same run.
 
         ``manifest`` must be JSON-able and hold ``config``; ``inputs`` (hashes of target,
         prompts) is optional. The two, or ``config_hash`` when it is given, say whether a
         folder already holds this run. On resume the stored manifest is kept, other keys are
-        updated from ``manifest``.
+        updated from ``manifest``. ``made_by`` (versions, hardware) are keys of whoever begins the
+        run: they stay, and what is other where the run is resumed stands in ``resumed``.
 
         Raises
         ------
@@ -125,11 +126,12 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         run = cls(path, "owner", _Lock(path / "lock"))
         try:
-            stored: dict[str, Any] = {"created": _now()}
+            stored: dict[str, Any] = {"created": _now(), **made_by}
             if (path / "manifest.json").exists():
                 _refuse_other(path, wanted)
                 stored = dict(run.manifest)
-                stored["resumed"] = [*stored.get("resumed", []), _now()]
+                other = {n: v for n, v in made_by.items() if v != stored.get(n)}
+                stored["resumed"] = [*stored.get("resumed", []), {"time": _now(), **other}]
             remove_dead(path)
             run._write_manifest(
                 {**stored, **manifest, "config_hash": wanted, "schema_version": SCHEMA_VERSION}
