@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -329,8 +330,8 @@ class Axes(Frozen):
     feedback: tuple[Feedback, ...] = (Feedback.pre_norm, Feedback.post_norm)
     residual: tuple[Residual, ...] = (Residual.raw,)
     attention_gate: tuple[bool, ...] = (False,)
-    ttt: tuple[Count, ...] = ()  # () takes train.ttt
-    alignment: tuple[Annotated[float, Field(ge=0)], ...] = ()  # () takes train.alignment
+    ttt: tuple[Count, ...] = ()  # in place of train.ttt; () takes it
+    alignment: tuple[Annotated[float, Field(ge=0)], ...] = ()  # in place of train.alignment
     steps_scale: tuple[Annotated[float, Field(gt=0)], ...] = ()  # times train.steps; () is 1
     lr_scale: tuple[Annotated[float, Field(gt=0)], ...] = ()  # times train.lr; () is 1
 
@@ -560,7 +561,7 @@ def read_experiment(
         key is listed with the value that was found.
     """
     path = Path(path)
-    data = _read_toml(path)
+    data = own_tables = _read_toml(path)
     own = data.pop("base", None)
     if base is None and own is not None:
         if not isinstance(own, str):
@@ -570,7 +571,7 @@ def read_experiment(
         base = _find_base(str(base), path.parent)
     if base is not None:
         data = _over(data, _read_base(Path(base)), Path(base).stem)
-    return build_experiment(data, overrides, where=str(path))
+    return build_experiment(data, overrides, where=str(path), named=own_tables)
 
 
 def _find_base(name: str, folder: Path) -> Path:
@@ -635,12 +636,37 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def build_experiment(
-    data: dict[str, Any], overrides: tuple[str, ...] = (), *, where: str
+    data: dict[str, Any],
+    overrides: tuple[str, ...] = (),
+    *,
+    where: str,
+    named: Mapping[str, Any] = MappingProxyType({}),
 ) -> Experiment:
-    """Validate a parsed experiment; see :func:`read_experiment`."""
+    """Validate a parsed experiment; see :func:`read_experiment`. ``named``: what its own file says,
+    without the base."""
+    last: dict[str, Any] = {}
     for override in overrides:
         _apply(data, override)
-    return _validated(Experiment, data, where)
+        _apply(last, override)
+    made = _validated(Experiment, data, where)
+    for setting in ("ttt", "alignment"):
+        _refuse_overruled(made, setting, last, named)
+    return made
+
+
+def _refuse_overruled(made: Experiment, setting: str, *named: Mapping[str, Any]) -> None:
+    """Raise ConfigError when an axis drops the value of ``setting`` that is named with it, or over
+    it. ``named``: tables, those that lie over the others first."""
+    value, levels = getattr(made.train, setting), getattr(made.axes, setting)
+    for tables in named:
+        if setting in tables.get("train", {}) and levels and value not in levels:
+            raise ConfigError(
+                f"train.{setting} changes nothing: axes.{setting} names what is trained",
+                got=f"{value} and {list(levels)}",
+                remedy=f"Leave train.{setting} out, or name its value in axes.{setting}.",
+            )
+        if setting in tables.get("axes", {}):
+            return  # the axis is laid over what the others say, as over a base
 
 
 def build_explain(overrides: tuple[str, ...], *, where: str) -> ExplainSpec:

@@ -184,6 +184,33 @@ def test_two_names_of_one_thing_and_settings_without_effect_are_refused(
         check_experiment(read_experiment(MICRO, settings))
 
 
+@pytest.mark.parametrize(
+    ("axes", "settings", "dropped"),
+    [
+        ("ttt = [1, 2]", (), False),  # micro trains 3, which is laid under
+        ("ttt = [1, 2]", ("train.ttt=2",), False),
+        ("ttt = [1, 2]", ("train.ttt=7",), True),
+        ("ttt = [1, 2]", ("train = {ttt = 7}",), True),
+        ("ttt = [1, 2]\ntrain.ttt = 7", (), True),
+        ("ttt = [1, 2]\ntrain.ttt = 7", ("axes.ttt=[7, 8]",), False),
+        ("", ("train.ttt=7",), False),
+        ("", ("train.ttt=7", "axes.ttt=[1]"), True),
+        ("alignment = [0.0]", ("train.alignment=0.9",), True),
+    ],
+)
+def test_a_value_that_an_axis_drops_is_refused(
+    axes: str, settings: tuple[str, ...], dropped: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.toml"
+    axes, _, train = axes.partition("\n")
+    path.write_text(f'name = "x"\nbase = "micro"\n{train}\n[axes]\n{axes}\n')
+    if not dropped:
+        check_experiment(read_experiment(path, settings))
+        return
+    with pytest.raises(ConfigError, match=r"train\.\w+ changes nothing: axes\.\w+ names"):
+        read_experiment(path, settings)
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiments/*.toml")), ids=lambda p: p.stem)
 def test_what_is_shipped_can_be_answered(path: Path) -> None:
     for base in (None, "micro"):
