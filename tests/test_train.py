@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -517,7 +518,17 @@ def test_batches_without_a_supervised_position_are_counted(store: FeatureStore) 
     some = store.build(pairs.target(), mixed, pairs.BOUNDARIES, dtype="float32")
     spec = SPEC.model_copy(update={"batch": 1, "steps": 4})
     result = learn(fresh(), some, spec)
-    assert result.skipped == 1 and result.losses.count(0.0) == 1
+    assert result.skipped == 1 and sum(map(math.isnan, result.losses)) == 1
+    learned = [loss for loss in result.losses if not math.isnan(loss)]
+    assert result.loss == sum(learned) / 3
+
+
+def test_the_loss_is_that_of_the_last_supervised_batches_up_to_the_kept_weights() -> None:
+    losses = (math.nan, *(float(n) for n in range(30)), math.nan)
+    plain = TrainResult(losses, 0, 0.0, 2, "float32")
+    assert plain.loss == sum(range(10, 30)) / 20
+    assert replace(plain, evaluations=((4, 0.5), (32, 0.2))).loss == (0 + 1 + 2) / 3
+    assert replace(plain, evaluations=((1, 0.5),)).loss is None
 
 
 def test_a_checkpoint_of_another_training_is_refused(

@@ -207,12 +207,11 @@ def _trained(
             return drafter, {name: row[name] for name in FACTS}
     ranks.announce(job)
     made, result = _learn(job, learning, teacher, on_step, ranks)
-    kept = result.losses[: result.best[0]] if result.best else result.losses
     facts = {
         "n_parameters": sum(p.numel() for n, p in made.named_parameters() if "embed" not in n),
         "train_steps": len(result.losses),
         "train_tokens": result.tokens,
-        "train_loss": sum(kept[-20:]) / len(kept[-20:]),
+        "train_loss": result.loss,
         "train_seconds": result.seconds,
         "note": _note(result),
     }

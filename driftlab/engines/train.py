@@ -37,7 +37,8 @@ from driftlab.results.shards import atomic_file
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run did. ``losses`` holds the weighted loss of every step."""
+    """What a training run did. ``losses`` holds the loss of every step as it is minimised; nan of a
+    batch without a supervised position, which moves no weight."""
 
     losses: tuple[float, ...]
     tokens: int
@@ -50,6 +51,13 @@ class TrainResult:
     def best(self) -> tuple[int, float] | None:
         """The evaluation whose weights were kept: the first of the highest acceptance."""
         return max(self.evaluations, key=lambda e: e[1], default=None)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the last 20 losses up to the weights that were kept; None when they had none."""
+        kept = self.losses[: self.best[0]] if self.best else self.losses
+        last = [loss for loss in kept if not math.isnan(loss)][-20:]
+        return sum(last) / len(last) if last else None
 
 
 def choose_vocabulary(texts: Iterable[Sequence[int]], size: int, vocab_size: int) -> Tensor:
@@ -427,7 +435,7 @@ def train(
             optimiser.step()
         else:
             skipped += 1
-        losses.append(value)
+        losses.append(value if counted else math.nan)
         tokens += int(batch.lengths.sum())
         on_step(1)
         done = len(losses) == spec.steps

@@ -172,7 +172,12 @@ SCHEMAS: dict[str, pa.Schema] = {
             _field("n_parameters", _I8, "1", "all but the embedding's", null=True),
             _field("train_steps", _I4, "steps", "taken; some follow the kept weights", null=True),
             _field("train_tokens", _I8, "tokens", "tokens seen in these steps", null=True),
-            _field("train_loss", _F8, "nats", "mean loss of the last 20 steps kept", null=True),
+            _field(
+                *("train_loss", _F8, "nats"),
+                "what was minimised (the sum over the unrolled depths, weighted decay^k, and any "
+                "alignment loss), mean of the last 20 supervised batches up to the kept weights",
+                null=True,
+            ),
             _field("coverage", _F8, "share", "draft vocabulary's share of the text", null=True),
             _field("train_seconds", _F8, "s", "wall time of training", null=True),
             _field("note", _S, "text", "anything a reader must know", null=True),
