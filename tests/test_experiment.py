@@ -112,6 +112,15 @@ def test_a_run_stays_that_of_the_code_that_began_it(out: Path) -> None:
     assert second["time"] in told[0]
 
 
+def test_the_supervised_share_is_of_what_is_learned_from(out: Path) -> None:
+    found = run(out, "train.evaluate_every=2", "train.ttt=2", "drafter.draft_vocab_size=20")
+    made = plan.Plan(small.spec("drafter.draft_vocab_size=20"), small.home() / "cache", quiet=True)
+    texts = made.texts_to_learn()
+    mapping = made.vocabulary(texts)
+    share = made.supervised(texts[: -max(1, len(texts) // 10)], mapping)
+    assert found.manifest["supervised"] == share != made.supervised(texts, mapping)
+
+
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])
 def test_what_is_lost_is_measured_again_without_training(
     out: Path, patch: pytest.MonkeyPatch, lost: str

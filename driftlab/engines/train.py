@@ -379,12 +379,13 @@ def train(
     device = drafter.norm.weight.device
     amp, precision = _precision(spec, device)
     weights = [p for p in drafter.parameters() if p.requires_grad]
-    if not supervised_share(corpus.texts, drafter.draft_to_target, spec.max_length):
+    lessons, held = hold_back(corpus.texts, spec)
+    learned = corpus.texts[: len(lessons)]
+    if not supervised_share(learned, drafter.draft_to_target, spec.max_length):
         raise DataError(
-            f"no position is supervised: 0 of {sum(len(t.tokens) for t in corpus.texts)} tokens",
+            f"no position is supervised: 0 of {sum(len(t.tokens) for t in learned)} tokens",
             remedy="The texts need responses whose tokens are in the draft vocabulary.",
         )
-    lessons, held = _hold_back(corpus.texts, spec)
     optimiser = torch.optim.AdamW(
         weights, lr=spec.lr, betas=(0.9, 0.95), weight_decay=spec.weight_decay, fused=True
     )
@@ -487,10 +488,13 @@ def _bad_gradients(drafter: Drafter, step: int) -> NumericsError:
     )
 
 
-def _hold_back(texts: Sequence[Text], spec: TrainSpec) -> tuple[range | None, range]:
-    """Texts to learn from (None: all), and texts to choose weights on."""
+def hold_back(texts: Sequence[Text], spec: TrainSpec) -> tuple[range, range]:
+    """Texts to learn from, the first ones, and texts to choose weights on.
+
+    Raises DataError when texts are held back, and these are too few or too short.
+    """
     if spec.evaluate_every is None:
-        return None, range(0)
+        return range(len(texts)), range(0)
     first = len(texts) - max(1, len(texts) // 10)
     # Without a round all evaluations would be 0, and the first weights would count as the best.
     if first < 1 or not any(len(_rounds(text, spec.ttt)) for text in texts[first:]):
@@ -505,7 +509,7 @@ def _hold_back(texts: Sequence[Text], spec: TrainSpec) -> tuple[range | None, ra
 
 
 def _stream(
-    corpus: Features, spec: TrainSpec, seed: int, *, skip: int, among: range | None
+    corpus: Features, spec: TrainSpec, seed: int, *, skip: int, among: range
 ) -> Iterator[Batch]:
     epoch = 0
     while True:

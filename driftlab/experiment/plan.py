@@ -37,7 +37,7 @@ from driftlab.engines.align import Rows, store_rows
 from driftlab.engines.cell import SWITCHES, CellJob, Learning
 from driftlab.engines.habitat import record
 from driftlab.engines.probe import measurable_anchors
-from driftlab.engines.train import choose_vocabulary, supervised_share
+from driftlab.engines.train import choose_vocabulary, hold_back, supervised_share
 from driftlab.errors import ConfigError, DataError
 from driftlab.experiment.texts import (
     RENDERING,
@@ -275,7 +275,11 @@ class Plan:
     def supervised(self, texts: Sequence[Text], mapping: tuple[int, ...] | None) -> float:
         """Share of the tokens to learn from that bear loss. Raises DataError when none does."""
         ids = None if mapping is None else torch.tensor(mapping)
-        share = supervised_share(texts, ids, self.experiment.train.max_length)
+        # Texts that are too short to be held back for the shortest chains are for all variants.
+        shortest = min(self.experiment.levels()["ttt"])
+        spec = self.experiment.train.model_copy(update={"ttt": shortest})
+        texts = texts[: len(hold_back(texts, spec)[0])]
+        share = supervised_share(texts, ids, spec.max_length)
         if not share:
             raise DataError(
                 f"no position of {len(texts)} texts is supervised, so nothing can be learned",
