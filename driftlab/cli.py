@@ -360,6 +360,8 @@ def bench(
     from driftlab.bench import machine, run
 
     peers = dict(_named(word) for word in peer or ())
+    if out is not None:
+        bench_rows.stored(out)  # what cannot be added to is said before minutes of measuring
     done: list[bench_rows.Row] = []
     measured: list[bench_rows.Row] = []
     for found, row in run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import shutil
@@ -175,9 +176,17 @@ def test_stages_of_an_earlier_run_stay(tmp_path: Path) -> None:
     kept = bench_rows.store(tmp_path, {"load": 2}, [Row("a", "z", "T=2", busy=2.0, goal="1")])
     assert [(row.stage, row.case) for row in kept] == [("a", "z"), ("b", "y")]
     assert "2.00 = p / q" in bench_rows.table(kept)
-    (tmp_path / "bench.json").write_text("[]")
-    with pytest.raises(DataError, match="no benchmark"):
-        bench_rows.store(tmp_path, {}, [first])
+    good = json.loads((tmp_path / "bench.json").read_text())
+    spoilt: list[Any] = [[], {"stages": {"a": []}}, {"stages": {"a": {"rows": []}}}]
+    for change in ({"old_field": 2}, {"size": None}, {"busy": "fast"}):
+        spoilt.append(copy.deepcopy(good))
+        spoilt[-1]["stages"]["a"]["rows"][0] |= change
+    for made in spoilt:
+        (tmp_path / "bench.json").write_text(json.dumps(made))
+        with pytest.raises(DataError, match="no benchmark of this version"):
+            bench_rows.store(tmp_path, {}, [first])
+        told = CliRunner().invoke(app, ["bench", "--smoke", "--out", str(tmp_path)])
+        assert isinstance(told.exception, DataError), "before anything is measured"
 
 
 def test_a_page_is_filled_from_what_is_stored(tmp_path: Path) -> None:
@@ -193,6 +202,9 @@ def test_a_page_is_filled_from_what_is_stored(tmp_path: Path) -> None:
     assert "P, 2 cores" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
     assert bench_rows.fill(page) == ["b/bench.json"] and page.read_text() == text
+    page.write_bytes(b"\xff")
+    with pytest.raises(DataError, match="is no text"):
+        bench_rows.fill(page)
     page.write_text("nothing")
     with pytest.raises(DataError, match="no place for a table"):
         bench_rows.fill(page)

@@ -9,7 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from driftlab.errors import DataError
 from driftlab.files import refuse_irregular
@@ -24,6 +26,8 @@ class Row:
     processors, or of the GPU. share: of the roofline (products at the machine's peak, copies at
     its bandwidth) that busy reaches. ratio: see ``of``. memory: MiB at the peak, where asked.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     stage: str
     case: str
@@ -43,21 +47,39 @@ class Row:
     note: str = ""
 
 
+class _Machine(BaseModel):
+    """What a stage's machine was, and measured to do; other facts are kept as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    gemm_gflops: dict[str, float] = {}
+    copy_gbs: float | None = None
+
+
+class _Stage(BaseModel):
+    machine: _Machine
+    rows: list[Row]
+
+
+class _Stored(BaseModel):
+    stages: dict[str, _Stage]
+
+
 def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
     """Write bench.json and bench.csv; stages of an earlier run that were not run now are kept.
 
     ``machine`` is kept with each stage, since stages may be run on different days.
     Raises DataError when the folder's bench.json cannot be read.
     """
-    path = folder / "bench.json"
-    stages = _stages(path) if path.exists() else {}
+    stages = stored(folder)
     for name in dict.fromkeys(row.stage for row in rows):
-        own = [asdict(row) for row in rows if row.stage == name]
-        stages[name] = {"machine": dict(machine), "rows": own}
-    everything = [Row(**row) for stage in stages.values() for row in stage["rows"]]
+        own = [row for row in rows if row.stage == name]
+        stages[name] = _Stage(machine=_Machine.model_validate(dict(machine)), rows=own)
+    everything = [row for stage in stages.values() for row in stage.rows]
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        file.write(json.dumps({"stages": stages}, indent=1).encode() + b"\n")
+    with atomic_file(folder / "bench.json") as file:
+        made = _Stored(stages=stages).model_dump(mode="json")
+        file.write(json.dumps(made, indent=1).encode() + b"\n")
     names = [field.name for field in fields(Row)]
     with (folder / "bench.csv").open("w", newline="", encoding="utf-8") as text:
         writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -66,14 +88,27 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
     return everything
 
 
-def _stages(path: Path) -> dict[str, Any]:
+def stored(folder: Path) -> dict[str, _Stage]:
+    """The stages of an earlier run. Raises DataError when they cannot be read."""
+    path = folder / "bench.json"
+    return _stages(path) if path.exists() else {}
+
+
+def _stages(path: Path) -> dict[str, _Stage]:
     refuse_irregular(path, DataError)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["stages"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        return _Stored.model_validate_json(path.read_bytes()).stages
+    except (ValidationError, OSError) as error:
         raise DataError(
-            f"{path} is no benchmark", got=error, remedy="Delete it, or name another --out."
+            f"{path} is no benchmark of this version",
+            got=_first(error) if isinstance(error, ValidationError) else error,
+            remedy="Delete it, or name another --out.",
         ) from None
+
+
+def _first(error: ValidationError) -> str:
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -113,7 +148,10 @@ def fill(page: Path) -> list[str]:
     Raises DataError when there is no such place in the page, or a benchmark cannot be read.
     """
     refuse_irregular(page, DataError)
-    text = page.read_text(encoding="utf-8")
+    try:
+        text = page.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{page} is no text", got=error, remedy="Save it as UTF-8.") from None
     named = _PLACE.findall(text)
     if not named:
         raise DataError(f"{page} has no place for a table", remedy="See docs/benchmarks.md.")
@@ -135,10 +173,10 @@ def markdown(path: Path) -> str:
     A share of the roofline above 1 is left out: the peak was that of an emulated type, and no roof.
     """
     stages = _stages(path)
-    lines = [*_machines([stage["machine"] for stage in stages.values()]), ""]
+    lines = [*_machines([stage.machine.model_dump() for stage in stages.values()]), ""]
     lines += ["| stage | case | size | dtype | busy s | n | roof | MiB | ratio | to reach |"]
     lines += ["|" + "---|" * 10]
-    for row in (Row(**row) for stage in stages.values() for row in stage["rows"]):
+    for row in (row for stage in stages.values() for row in stage.rows):
         cells = (
             *(row.stage, row.case, row.size, row.dtype, _short(row.busy), str(row.n or "")),
             "" if row.share is None or row.share > 1 else f"{100 * row.share:.0f}%",
