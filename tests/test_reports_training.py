@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM
 from driftlab.config import Origin, Sourced, TrainSpec
 from driftlab.data.features import Features, FeatureStore
 from driftlab.data.text import Text
+from driftlab.doctor.selfcheck import states_of_training
 from driftlab.engines.chain import Speculation, speculate
 from driftlab.engines.habitat import (
     PROMPTS,
@@ -394,9 +395,9 @@ def test_other_texts_of_the_very_target_are_not_called_another_target(folder: Pa
         )
         for line in found
     )
-    assert any(
-        "another boundary. Acceptance" in line for line in differing(rotated(), [same], folder)
-    )
+    others = differing(rotated(), [same], folder)
+    assert any("another boundary. Acceptance" in line for line in others)
+    assert states_of_training(told(), found).ok and not states_of_training(told(), others).ok
 
 
 def test_the_doctor_fails_a_rotated_target_and_passes_the_trained_one() -> None:

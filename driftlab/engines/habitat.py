@@ -38,6 +38,7 @@ them by 0.15 and 0.09, single texts by 0.64 and 0.16, and a random rotation by 1
 MARKED = 4096
 """Prompts that are kept, at most; of more only their number is."""
 
+SAME_TARGET = "the target is the same"
 TARGET, TEMPLATES, STATES = "trained.target", "trained.templates", "trained.states"
 PROMPTS = "trained.prompts"
 
@@ -192,8 +193,8 @@ def unlike_states(drafter: Drafter, now: Sequence[Mapping[str, Any]], same: bool
                 f"means are {shift:.2f} deviations apart (limit {a:.2f}), deviations differ by a "
                 f"factor of {math.exp(spread):.2f} (limit {math.exp(b):.2f}); "
                 + (
-                    f"the target is the same, so the texts are few ({new['tokens']} tokens) or "
-                    "unlike those of the training"
+                    f"{SAME_TARGET}, so the texts are few ({new['tokens']} tokens) or unlike "
+                    "those of the training"
                     if same and was["boundary"] == new["boundary"]
                     else "a rotated or fine-tuned target, or another boundary. Acceptance and "
                     "drift of this pair are not the drafter's own"
