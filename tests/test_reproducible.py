@@ -168,6 +168,16 @@ def test_a_resumption_by_other_code_is_said() -> None:
     assert resumed_by_other_code(manifest()) == []
 
 
+def test_a_run_that_other_code_resumed_was_made_by_other_code(tmp_path: Path) -> None:
+    stored = json.loads((small.home() / "done" / "manifest.json").read_text())
+    code = stored["versions"], GIT
+    resumed = [{"time": "T", "versions": {**code[0], "torch": "1.0"}}]
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({**stored, "git": GIT, "resumed": resumed}))
+    with pytest.raises(RunError, match=r"was made by other code .got resumed at T by other code"):
+        experiment_of(path, *code, other_code=False)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"config": 3}', '{"config": {"measure": {}}}'])
 def test_a_file_that_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
