@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from driftlab.analysis import measures
+from driftlab.analysis.interventions import apply, window
 from driftlab.analysis.recorder import received_mass
 from driftlab.config import MeasureSpec
 from driftlab.data.text import Text
@@ -375,6 +376,16 @@ def test_a_text_too_short_to_measure_has_no_rows() -> None:
     assert [one.n_anchors for one in found] == [0, 7, 0]
     assert found[0].tables == {} and found[2].tables == {}
     assert measured(pairs.drafter(), [given[0]])[0].n_anchors == 0
+
+
+@pytest.mark.parametrize("windows", [(), (3,)])
+def test_a_window_that_is_put_on_hides_as_one_s_own_does(windows: tuple[int, ...]) -> None:
+    made, (given,) = pairs.drafter(windows=windows), texts((12, 2))
+    tokens, aux = torch.tensor([given.tokens]), states_of(given)[None]
+    with apply(made, [window(size=2)]):
+        found = received_mass(made, tokens, aux, torch.tensor([12]))
+    own = received_mass(pairs.drafter(windows=(2,)), tokens, aux, torch.tensor([12]))
+    torch.testing.assert_close(found, own)
 
 
 @pytest.mark.parametrize("windows", [(), (3,)])

@@ -340,21 +340,20 @@ def _first_fault(
 def received_mass(drafter: Drafter, tokens: Tensor, aux: Tensor, lengths: Tensor) -> Tensor:
     """Mean mass that each position receives at depth 1, over heads and the queries that see it.
 
-    tokens [B, S], aux [B, S, A*Ht] -> [B, S - 1]; padded queries do not count.
+    tokens [B, S], aux [B, S, A*Ht] -> [B, S - 1]; padded queries do not count, nor do those that a
+    window, the drafter's own or an intervention's, keeps from the position: they give it 0 exactly.
     """
     batch, size = tokens.shape
     total = torch.zeros(batch, size - 1, device=tokens.device)
+    seen = torch.zeros_like(total)
 
     def collect(pattern: Tensor, moment: Moment) -> None:
         real = moment.anchors[None] < lengths[:, None] - 1  # [B, rows]
         weight = (real / pattern.shape[1])[:, None].expand(-1, pattern.shape[1], -1)
         total[:, : pattern.shape[-1]] += torch.einsum("bht,bhtk->bk", weight, pattern.float())
+        seen[:, : pattern.shape[-1]] += ((pattern > 0).any(1) & real[..., None]).sum(1)
 
     memory = drafter.new_memory()
     with torch.inference_mode(), attach(drafter, "attn.pattern", collect):
         drafter.step(tokens[:, 1:], drafter.fuse(aux[:, :-1]), memory, depth=1)
-    queries = (lengths.cpu()[:, None] - 1 - torch.arange(size - 1)[None]).clamp(min=0)
-    window = (drafter.config.windows or (None,))[0]
-    if window is not None:
-        queries = queries.clamp(max=window)
-    return total.cpu() / queries.clamp(min=1)
+    return (total / seen.clamp(min=1)).cpu()
