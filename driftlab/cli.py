@@ -454,7 +454,7 @@ def figures(
     if stale:
         raise RunError(
             f"{len(stale)} file(s) are not what the tables give: {', '.join(stale)}",
-            remedy=f"Draw them again: driftlab figures {source}. A changed table needs its run.",
+            remedy=f"Delete them, then: driftlab figures {source}. A changed table needs its run.",
         )
     typer.echo(f"{source}: {'current' if check else 'drawn'}")
 

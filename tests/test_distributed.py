@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from driftlab.data.features import FeatureStore
 from driftlab.data.text import Text
 from driftlab.engines.distributed import ALONE, Ranks
+from driftlab.errors import ConfigError
 from driftlab.models.frozen import freeze
 from driftlab.models.target import Target
 from driftlab.models.tiny import tiny_llama
@@ -79,6 +82,48 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     assert moved > 5
     saved = [torch.load(tmp_path / f"of-{n}.pt", weights_only=True)["losses"] for n in (1, 2)]
     torch.testing.assert_close(*map(torch.tensor, saved))
+
+
+GROUP = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, r"says that two processes .* WORLD_SIZE not how \(got two\)"),
+        ({"RANK": "x"}, r"RANK not how \(got x\)"),
+        ({"MASTER_ADDR": ""}, r"MASTER_ADDR not how \(got nothing\)"),
+        ({"MASTER_PORT": ""}, r"MASTER_PORT not how \(got nothing\)"),
+    ],
+)
+def test_what_a_job_left_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], said: str
+) -> None:
+    for name, value in (GROUP | change).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said) as error:
+        Ranks.joined()
+    assert "unset WORLD_SIZE" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_others_ends_at_once(number: int) -> None:
+    code = "from driftlab.engines.distributed import Ranks; Ranks.joined()"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = GROUP | {"MASTER_PORT": str(free.getsockname()[1])}
+    environment = {**os.environ, **group, "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as waiting:
+        try:
+            assert waiting.stderr is not None
+            said = waiting.stderr.readline()
+            assert said.startswith("number 0 of 2 processes waits for the others at 127.0.0.1:")
+            time.sleep(1)
+            waiting.send_signal(number)
+            assert waiting.wait(timeout=5) == -number
+        finally:
+            waiting.kill()
 
 
 def test_a_batch_is_dealt_out_whole() -> None:

@@ -465,3 +465,13 @@ assert not heavy, heavy
 
 def test_importing_results_is_light(root: Path) -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True, cwd=root)
+
+
+def test_a_matplotlibrc_of_the_user_s_changes_nothing(tables: Tables, tmp_path: Path) -> None:
+    plain = save_figure(tables, "rms_by_depth", tmp_path / "plain")
+    mine: dict[Any, Any] = {"font.size": 20, "savefig.bbox": "tight", "text.usetex": True}
+    with matplotlib.rc_context(mine):  # as a matplotlibrc sets them
+        other = save_figure(tables, "rms_by_depth", tmp_path / "other")
+        assert matplotlib.rcParams["font.size"] == 20, "a notebook keeps its own"
+    for suffix in ("png", "pdf"):
+        assert plain[suffix].read_bytes() == other[suffix].read_bytes()

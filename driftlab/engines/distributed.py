@@ -9,12 +9,18 @@ the others only train what it announces.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from driftlab.errors import ConfigError
 
 
 class Ranks:
@@ -25,13 +31,31 @@ class Ranks:
 
     @classmethod
     def joined(cls) -> Ranks:
-        """The place that ``accelerate launch`` gave to this process; alone without it."""
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        """The place that ``accelerate launch`` gave to this process; alone without it.
+
+        Raises ConfigError when the environment names several processes and not how they meet.
+        """
+        told = {name: os.environ.get(name, "") for name in _PLACE}
+        size = told["WORLD_SIZE"] or "1"
+        if size.isdecimal() and int(size) < 2:
             return ALONE
+        wrong = [n for n, v in told.items() if not (v.isdecimal() or (v and n == "MASTER_ADDR"))]
+        if wrong:
+            raise ConfigError(
+                f"WORLD_SIZE says that {size} processes train together, and {wrong[0]} not how",
+                got=told[wrong[0]] or "nothing",
+                remedy="Start them with `accelerate launch`, or unset WORLD_SIZE to train in one.",
+            )
         from accelerate import PartialState
 
+        print(
+            f"number {told['RANK']} of {size} processes waits for the others at "
+            f"{told['MASTER_ADDR']}:{told['MASTER_PORT']} (WORLD_SIZE is set)",
+            file=sys.stderr,
+        )
         # The others wait while the first one writes texts, which may take a day.
-        state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
+        with _ended_at_once():
+            state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
         return cls(state.process_index, state.num_processes, state.device)
 
     @property
@@ -65,8 +89,28 @@ class Ranks:
     def hear(self) -> Any:
         """What the first process announced."""
         heard: list[Any] = [None]
-        torch.distributed.broadcast_object_list(heard, src=0)
+        with _ended_at_once():
+            torch.distributed.broadcast_object_list(heard, src=0)
         return heard[0]
+
+
+@contextmanager
+def _ended_at_once() -> Iterator[None]:
+    """Signals end the process while it waits in code that lets no handler of Python's run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [n for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+    before = {n: signal.signal(getattr(signal, n), signal.SIG_DFL) for n in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            # None: a handler that Python did not set, which it cannot give back.
+            signal.signal(getattr(signal, name), signal.SIG_DFL if handler is None else handler)
+
+
+_PLACE = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 ALONE = Ranks()

@@ -32,6 +32,7 @@ from driftlab.papers.items import ITEMS
 from driftlab.papers.latex import page_csv, page_latex
 from driftlab.papers.note import note_source
 from driftlab.papers.pages import Page, Paper, find_paper
+from driftlab.results.drawing import own_style
 from driftlab.results.explanations import Explained, ExplainedFolder
 from driftlab.results.figures import save_figures
 from driftlab.results.records import SMALL, RunDirectory
@@ -190,11 +191,12 @@ def page_figure(page: Page) -> dict[str, bytes]:
     sizes = {base: f"{page.bases[base]}, {m.size}" for base, m in page.measured.items()}
     figure = draw_panels(frame, panels, sizes)
     png, small, pdf = io.BytesIO(), io.BytesIO(), io.BytesIO()
-    figure.savefig(png, format="png", dpi=220, metadata={"Software": None})
+    with own_style({}):
+        figure.savefig(png, format="png", dpi=220, metadata={"Software": None})
+        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Creator": None})
     with Image.open(png) as image:
         # Few colours are used: a palette makes the file a third as large.
         image.convert("RGB").quantize(128).save(small, format="png", optimize=True)
-    figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Creator": None})
     first = ["base", "panel", "line"]
     frame = frame[[*first, *(c for c in frame.columns if c not in first)]]
     text = frame.to_csv(index=False, float_format="%.5g", lineterminator="\n")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from driftlab.papers.items import Panel
+from driftlab.results.drawing import own_style
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,7 +71,6 @@ def looks(lines: Sequence[str]) -> dict[str, tuple[str, str, Any]]:
 
 def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str]) -> Figure:
     """The figure of ``frame``: columns base, panel, line, x, value, low, high."""
-    import matplotlib
     import seaborn
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ def draw(frame: pd.DataFrame, panels: Sequence[Panel], bases: Mapping[str, str])
         **seaborn.axes_style("ticks"),
         **seaborn.plotting_context("paper", font_scale=0.75),
     }
-    with matplotlib.rc_context(rc | _RC):
+    with own_style(rc | _RC):
         figure = Figure(figsize=(WIDTH, height))
         across = (WIDTH - _LEFT - _RIGHT - 0.45 * (len(there) - 1)) / len(there)
         top = height - _TOP

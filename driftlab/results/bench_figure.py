@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from driftlab.results.bench_rows import Row
+from driftlab.results.drawing import own_style
 
 _LINE = 0.17
 """Inches of a row."""
@@ -16,6 +17,7 @@ _BOUNDS = re.compile("GEMM|python alone")
 _OURS, _THEIRS, _BOUND = "#0072B2", "#D55E00", "0.45"
 
 
+@own_style({})
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
     """Write bench.png and bench.pdf: a panel a stage, a dot for each row that was measured.
 

@@ -209,7 +209,7 @@ class FigureSpec:
         from matplotlib.figure import Figure
 
         width = self.width if width is None else width
-        with style():
+        with own_style():
             figure = Figure(figsize=(width, self.height(frame, width)))
             self.draw(figure, frame)
         return figure
@@ -235,10 +235,14 @@ class FigureSpec:
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def own_style(settings: Any = None) -> Iterator[None]:
+    """``settings`` (those of a run's figures) over the library's own, whatever a matplotlibrc of
+    the user's says: the same bytes."""
     import matplotlib
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC if settings is None else settings)
         yield
 
 
@@ -253,7 +257,7 @@ def save_frame(
     paths = {suffix: folder / f"{named.name}.{suffix}" for suffix in ("png", "pdf", "csv")}
     figure = named.figure(frame, width=width)
     remove_dead(folder, named.name)
-    with style():
+    with own_style():
         with atomic_file(paths["png"]) as handle:
             figure.savefig(handle, format="png", dpi=300, metadata={"Software": None})
         with atomic_file(paths["pdf"]) as handle:

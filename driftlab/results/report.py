@@ -25,7 +25,7 @@ from driftlab.results.answers import (
     summary,
     summary_table,
 )
-from driftlab.results.drawing import PAGE
+from driftlab.results.drawing import PAGE, own_style
 from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
@@ -237,7 +237,9 @@ def _figures(tables: Tables, images: Mapping[str, Mapping[str, Path]]) -> str:
             png = images[name]["png"].read_bytes()
         else:
             buffer = BytesIO()
-            spec.figure(frame).savefig(buffer, format="png", dpi=200, metadata={"Software": None})
+            with own_style():
+                figure = spec.figure(frame)
+                figure.savefig(buffer, format="png", dpi=200, metadata={"Software": None})
             png = buffer.getvalue()
         image = base64.b64encode(png).decode()
         caption = _text(spec.caption(frame))
