@@ -116,9 +116,12 @@ def test_the_supervised_share_is_of_what_is_learned_from(out: Path) -> None:
     found = run(out, "train.evaluate_every=2", "train.ttt=2", "drafter.draft_vocab_size=20")
     made = plan.Plan(small.spec("drafter.draft_vocab_size=20"), small.home() / "cache", quiet=True)
     texts = made.texts_to_learn()
-    mapping = made.vocabulary(texts)
-    share = made.supervised(texts[: -max(1, len(texts) // 10)], mapping)
-    assert found.manifest["supervised"] == share != made.supervised(texts, mapping)
+    lessons = texts[: -max(1, len(texts) // 10)]
+    mapping = made.vocabulary(lessons)
+    assert mapping is not None and mapping != made.vocabulary(texts)
+    assert found.manifest["supervised"] == made.supervised(lessons, mapping)
+    drafter = load_drafter(out / "drafters" / small.CELLS[0])
+    assert tuple(drafter.draft_to_target.tolist()) == mapping
 
 
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])

@@ -269,17 +269,21 @@ class Plan:
         size = self.experiment.drafter.draft_vocab_size
         if size is None or size == self.target.vocab_size:
             return None
-        chosen = choose_vocabulary((t.continuation for t in texts), size, self.target.vocab_size)
-        return tuple(chosen.tolist())
+        lessons = (text.continuation for text in self._lessons(texts))
+        return tuple(choose_vocabulary(lessons, size, self.target.vocab_size).tolist())
+
+    def _lessons(self, texts: Sequence[Text]) -> Sequence[Text]:
+        """Those of ``texts`` that are not held back to choose weights on."""
+        # Texts that are too short to be held back for the shortest chains are for all variants.
+        shortest = min(self.experiment.levels()["ttt"])
+        spec = self.experiment.train.model_copy(update={"ttt": shortest})
+        return texts[: len(hold_back(texts, spec)[0])]
 
     def supervised(self, texts: Sequence[Text], mapping: tuple[int, ...] | None) -> float:
         """Share of the tokens to learn from that bear loss. Raises DataError when none does."""
         ids = None if mapping is None else torch.tensor(mapping)
-        # Texts that are too short to be held back for the shortest chains are for all variants.
-        shortest = min(self.experiment.levels()["ttt"])
-        spec = self.experiment.train.model_copy(update={"ttt": shortest})
-        texts = texts[: len(hold_back(texts, spec)[0])]
-        share = supervised_share(texts, ids, spec.max_length)
+        texts = self._lessons(texts)
+        share = supervised_share(texts, ids, self.experiment.train.max_length)
         if not share:
             raise DataError(
                 f"no position of {len(texts)} texts is supervised, so nothing can be learned",
