@@ -180,7 +180,11 @@ def probe(
     ] = 16,
     seed: Annotated[
         int,
-        typer.Option(min=0, help="Of sampled text; with text.seed and text.batch of a run, its."),
+        typer.Option(
+            min=0,
+            max=2**31 - 2,
+            help="Of sampled text; with text.seed and text.batch of a run, its.",
+        ),
     ] = 0,
     out: Out = None,
     strict: Strict = False,

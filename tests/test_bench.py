@@ -112,8 +112,14 @@ def test_a_peer_is_asked_by_lines(tmp_path: Path) -> None:
     assert peers.disagreement((0.5, {"a": torch.full((2,), 0.5)}), theirs) == pytest.approx(1.0)
     with pytest.raises(ResourceError, match="failed at load"):
         peers.Peer("it", f"{sys.executable} -c pass", job)
-    with pytest.raises(ResourceError, match="does not start"):
-        peers.Peer("it", str(tmp_path / "absent"), job)
+    for command in (str(tmp_path / "absent"), "python 'a"):
+        with pytest.raises(ResourceError, match="does not start"):
+            peers.Peer("it", command, job)
+    echo = "import sys\nfor line in sys.stdin: print(line, flush=True)"
+    script.write_text(echo)
+    peer = peers.Peer("it", f"{sys.executable} {script}", job)
+    with pytest.raises(ResourceError, match="failed at check"):
+        peer.check(tmp_path / "out.pt")
 
 
 def test_rivals_take_turns_and_a_ratio_is_of_busy_time() -> None:

@@ -122,7 +122,7 @@ def test_the_page_says_what_the_report_says(run: Path, paper: Path) -> None:
     told = [f"- {answer.sentence}\n" for answer in Explained.of(run).answers()]
     assert len(told) > 10 and [line for line in told if line not in page] == []
     assert "comparisons of mass with effect" in page and "a layer of a stack" in page
-    assert "10 prompts x 2 seeds, up to 7 anchors a text; 1 looping text left out" in page
+    assert "10 prompts x 2 seeds, 7 anchors a text at most; 1 looping text left out" in page
     command = "`driftlab ablate --out runs/micro && driftlab explain runs/micro --limit 10"
     assert f"{command} --set 'depth=4'`" in page
     assert "not timed" in (paper / "README.md").read_text()

@@ -169,12 +169,12 @@ def test_layers_stand_in_order(agreed: Explained) -> None:
 
 def test_the_basis_says_what_was_left_out(agreed: Explained) -> None:
     assert agreed.basis == (
-        "forced chains on sampled text, 12 prompts x 2 seeds, up to 7 anchors a text; "
+        "forced chains on sampled text, 12 prompts x 2 seeds, 7 anchors a text at most; "
         "2 looping texts left out"
     )
     assert "one seed: training noise not counted" in made(seeds=(0,)).basis
     unlike = agreed.table.assign(n=np.where(agreed.table["measure"] == "mass", 5, 7))
-    assert "up to 5 to 7 anchors a text" in replace(agreed, table=unlike).basis
+    assert "5 to 7 anchors a text at most" in replace(agreed, table=unlike).basis
 
 
 def test_agreement_is_said_and_not_embellished(agreed: Explained) -> None:

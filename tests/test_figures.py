@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import matplotlib
@@ -18,8 +19,8 @@ import synthetic_run
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from driftlab.errors import ConfigError, DataError, RunError
-from driftlab.results import drawn
+from driftlab.errors import ConfigError, DataError, ResourceError, RunError
+from driftlab.results import drawn, figures
 from driftlab.results.answers import basis
 from driftlab.results.drawing import save_frame
 from driftlab.results.figures import (
@@ -465,6 +466,19 @@ assert not heavy, heavy
 
 def test_importing_results_is_light(root: Path) -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True, cwd=root)
+
+
+def _killed(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), SIGKILL)
+
+
+def test_a_drawing_process_that_is_killed_is_not_waited_for(
+    tables: Tables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the system does when memory runs out."""
+    monkeypatch.setattr(figures, "save_figure", _killed)
+    with pytest.raises(ResourceError, match="a process that drew figures died"):
+        save_figures(tables, tmp_path, processes=2)
 
 
 def test_a_matplotlibrc_of_the_user_s_changes_nothing(tables: Tables, tmp_path: Path) -> None:

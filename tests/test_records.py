@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from driftlab.errors import DataError, NumericsError, ResourceError, RunError
 from driftlab.results.records import TABLES, RunDirectory, config_hash
 from driftlab.results.schema import KEYS, REGIONS, SCHEMA_VERSION, SCHEMAS
-from driftlab.results.shards import safe_name
+from driftlab.results.shards import safe_name, waiting_lock
 
 MANIFEST = {"config": {"name": "t", "measure": {"depth": 4}}}
 CELL, PROMPT = "per_layer+post_norm/s0", "story/01"
@@ -701,3 +701,22 @@ def test_a_million_rows_are_written_quickly_in_little_memory(tmp_path: Path) -> 
         assert len(run.table("steps", columns=["depth"])) == 1_000_000
     assert written < 20
     assert grown < 400 << 20
+
+
+def test_a_lock_that_another_holds_is_said_to_be_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lock"
+
+    def wait() -> None:
+        with waiting_lock(path):
+            pass
+
+    with waiting_lock(path):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiter.join(0.5)
+        assert waiter.is_alive()
+        assert capfd.readouterr().err == f"waiting for another process, which holds {path}\n"
+    waiter.join(5)
+    assert not waiter.is_alive()

@@ -84,7 +84,7 @@ class Peer:
                 stderr=self._log,
                 text=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a quotation that does not end
             self._log.close()
             raise ResourceError(
                 f"peer {name} does not start", got=error, remedy="Make it with `make bench-peers`."
@@ -108,21 +108,22 @@ class Peer:
 
     def check(self, path: Path) -> tuple[float, Mapping[str, Tensor]]:
         """The peer's loss and its gradients, by our parameters' names."""
-        loss = self._ask(check=str(path))["loss"]
-        return float(loss), torch.load(path, weights_only=True)
+        (loss,) = self._ask("loss", check=str(path))
+        return loss, torch.load(path, weights_only=True)
 
     def step(self) -> Sample:
         """One step of loss and gradients, timed by the peer itself."""
-        found = self._ask(step=True)
-        return Sample(found["wall"], found["busy"])
+        return Sample(*self._ask("wall", "busy", step=True))
 
-    def _ask(self, **what: Any) -> dict[str, Any]:
+    def _ask(self, *wanted: str, **what: Any) -> list[float]:
+        """Send one line; the numbers ``wanted`` of the line that comes back."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             print(json.dumps(what), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
-        except (ValueError, BrokenPipeError):
+            found = json.loads(self._process.stdout.readline())
+            return [float(found[name]) for name in wanted]
+        except (ValueError, KeyError, TypeError, BrokenPipeError):
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines()
             self._process.kill()

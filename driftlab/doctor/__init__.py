@@ -302,8 +302,7 @@ class _Case:
     ) -> tuple[Score, Limits, list[Candidate], Candidate | None, tuple[Candidate, ...]]:
         """One patch at a time; then the best ones with each of the others, while margins stay.
 
-        Where none is better, two at a time may be: of pairs only those that are, or may be, are
-        named.
+        Where none is better, two at a time may be: of pairs only those that are, are named.
         Readings that cannot be told apart go on side by side: a second fault can part them.
         """
         options = alternatives(
@@ -321,9 +320,9 @@ class _Case:
             better = [c for c in made if c.outcome is Outcome.better]
             if not better and round_ == 0:
                 made = self._extend(_pairs(options, made, limits), stems, limits, "readings, pairs")
-                told = {Outcome.better, Outcome.unclear}
-                found += [c for c in made if c.outcome in told]
+                # So many pairs that some are unclear by chance: that alone is no doubt.
                 better = [c for c in made if c.outcome is Outcome.better]
+                found += better
             if not better:
                 break
             best = self._front([*best, *better], limits, 2 * len(found))

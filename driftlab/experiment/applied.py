@@ -15,7 +15,6 @@ from driftlab.config import (
     Experiment,
     Provenance,
     Sourced,
-    TextSpec,
     build_experiment,
 )
 from driftlab.data.corpus import Source
@@ -162,16 +161,17 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
 def _refuse_idle(experiment: Experiment, run: RunDirectory) -> None:
     """Raise ConfigError for settings of training that ``run`` made its drafters without."""
     made, asked = run.manifest.get("config") or {}, experiment.model_dump(mode="json")
-    del asked["train"]["checkpoint_every"]
-    lessons = ["train_prompts", "given", "train_tokens", "train_temperature"]
+    lessons = {"train_prompts", "given", "train_tokens", "train_temperature"}
     if experiment.text.measure_new_tokens is not None:
-        lessons.append("max_new_tokens")  # else measured texts are of that length
-    unnamed = {n: f.default for n, f in TextSpec.model_fields.items()}
-    asked["text"] = {n: v for n in lessons if (v := asked["text"][n]) != unnamed[n]}
+        lessons.add("max_new_tokens")  # else measured texts are of that length
     for table in ("train", "drafter", "text"):
-        there = made.get(table) or {}
-        for name, value in asked[table].items():
-            if name in there and there[name] != value:
+        there, spec = made.get(table) or {}, getattr(experiment, table)
+        for name, known in type(spec).model_fields.items():
+            if name == "checkpoint_every" or (table == "text" and name not in lessons):
+                continue
+            value = asked[table][name]
+            named = getattr(spec, name) != known.default
+            if named and name in there and there[name] != value:
                 raise ConfigError(
                     f"{table}.{name} changes nothing: the drafters of {run.path} are trained",
                     got=f"{value}, they were made with {there[name]}",

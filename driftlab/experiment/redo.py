@@ -138,6 +138,12 @@ def verdict(stored: Mapping[str, Any], run: RunDirectory, kept: int = 0) -> str:
             f"{len(names) - len(other)} of {len(names)} {kind} equal the first run's byte for byte"
             + (f"; others: {', '.join(other)}" if other else "")
         )
+    counts = [int((m.get("tables") or {}).get("cells", {}).get("rows", 0)) for m in (stored, made)]
+    if counts[0] != counts[1]:
+        told.append(
+            f"the first run has {counts[0]} cells and this one {counts[1]}, every variant with "
+            "every seed, so that tables cannot be equal"
+        )
     if kept:
         told.append(f"{kept} of {len(run.table('cells'))} cells were there and not made again")
     return ". ".join(told) + "."

@@ -279,7 +279,7 @@ class Explained:
         size = f"{least} to {anchors}" if least < anchors else f"{anchors}"
         return (
             f"forced chains on {self.text}, {count(len(self.prompts), most, fewest)}, "
-            f"up to {size} anchors a text{left}{one}"
+            f"{size} anchors a text at most{left}{one}"
         )
 
     def parts(self, measure: str) -> tuple[str, ...]:

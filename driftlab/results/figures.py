@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from driftlab.errors import ConfigError
+from driftlab.errors import ConfigError, ResourceError
 from driftlab.results.answers import effects, load, preferred, summary
 from driftlab.results.drawing import (
     BLACK,
@@ -647,14 +647,24 @@ def save_figures(
         return {name: save_figure(tables, name, out) for name in names}
 
     import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
 
     # Loaded once, before the fork.
     import matplotlib.backends.backend_agg
     import matplotlib.backends.backend_pdf  # noqa: F401
 
     wide_first = sorted(names, key=lambda name: (-FIGURES[name].width, name))
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        paths = pool.map(partial(save_figure, tables, out=out), wide_first, chunksize=1)
+    fork = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(processes, mp_context=fork) as pool:
+            paths = list(pool.map(partial(save_figure, tables, out=out), wide_first))
+    except BrokenProcessPool:
+        raise ResourceError(
+            "a process that drew figures died",
+            got="killed, as the system does when memory runs out",
+            remedy="Free memory and draw them again: the tables are whole.",
+        ) from None
     drawn = dict(zip(wide_first, paths, strict=True))
     return {name: drawn[name] for name in names}
 

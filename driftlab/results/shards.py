@@ -16,6 +16,7 @@ import json
 import os
 import re
 import stat
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,11 @@ def _seal(path: Path, data: bytes) -> bytes:
 def waiting_lock(path: Path) -> Iterator[None]:
     """Hold the lock file ``path``, waiting for it. The system frees it when a process dies."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process, which holds {path}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
