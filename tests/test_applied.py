@@ -340,7 +340,11 @@ def test_a_report_says_which_texts_a_condition_of_another_temperature_has() -> N
     page = _headline(RunDirectory.open(applied()).tables(), TextKind("sampled", 1.0), "x")
     assert "none+pre_norm, cool (applied), on sampled text (temperature 0.5)" in page
     assert "none+pre_norm, noisy (applied)<" in page
-    assert "3 prompts x 1 seed; cool on sampled text (temperature 0.5); brackets" in page
+    assert (
+        "3 prompts x 1 seed; bare, int4 own, long on sampled text (temperature 1) of its own; "
+        in (page)
+    )
+    assert "own; cool on sampled text (temperature 0.5); brackets" in page
 
 
 def test_numbers_of_a_condition_name_its_texts() -> None:
@@ -349,7 +353,8 @@ def test_numbers_of_a_condition_name_its_texts() -> None:
     for answer in answers(tables):
         assert (own in answer.basis) == answer.question.startswith("What does cool leave")
     (_, *left), (first, _) = answers(tables)[1:], registered(tables)
-    assert len(left) == len(NAMES) and first.basis == left[0].basis.split(";")[0]
+    assert len(left) == len(NAMES)
+    assert first.basis == next(a.basis for a in left if "noisy" in a.question)
     piece = take(tables, "free")
     cool = next(g for g in piece.groups if g.condition == "cool")
     assert piece.basis_of([cool]).endswith(own)
@@ -614,13 +619,14 @@ def test_a_loop_is_left_out_of_the_condition_that_it_is_in() -> None:
     piece = take(looping, "free")
     assert (piece.texts[""].left_out, piece.texts["bare"].left_out) == (0, 1)
     assert piece.over(piece.groups).startswith("sampled text (temperature 1), 3 prompts x 1 seed; ")
-    assert "; bare on sampled text (temperature 1) of its own, 1 looping text left out" in (
-        piece.basis
-    )
+    own = "bare on sampled text (temperature 1) of its own, 2 prompts, 1 looping text left out"
+    assert f"; {own}" in piece.basis
+    (told,) = (a for a in answers(looping) if a.question.startswith("What does bare leave"))
+    assert told.basis.endswith("left out; paired over 2 prompts")
     page = " ".join(_texts(looping).split())
     assert "texts loop. Looping text" in page and f"{prompt} (sampled, bare)" in page
     row = _headline(looping, TextKind("sampled", 1.0), "x")
-    assert "bare (applied), on sampled text (temperature 1) of its own, 1 looping text" in row
+    assert "bare (applied), on sampled text (temperature 1) of its own, 2 prompts, 1 " in row
     for group in piece.groups:
         there = np.isfinite(piece.at(group, "n", 1))[0, piece.prompts.index(prompt)]
         assert there == (group.condition != "bare"), group.label

@@ -667,6 +667,16 @@ def test_a_device_map_gives_the_same_target(
     assert placed.generate(texts, max_new_tokens=6) == [own_greedy(llama, t, 6) for t in texts]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("how", [{"device_map": "cuda:0"}, {"tp_plan": "auto"}])
+def test_a_placement_that_this_machine_does_not_have(
+    folder: Path, how: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=r"names a GPU|and there is one"):
+        Target.load(str(folder), **how)  # type: ignore[arg-type]
+
+
 def test_the_fingerprint_notices_one_weight() -> None:
     a, b = make("llama"), make("llama")
     assert a.fingerprint == b.fingerprint

@@ -111,7 +111,7 @@ def load_model(
     if device_map is None and tp_plan is None and torch.device(device).type == "cpu":
         _check_memory(n_bytes, source)
 
-    _check_placement(device_map)
+    _check_placement(device_map, tp_plan)
     placement = {"device_map": device_map, "tp_plan": tp_plan}
     how = {k: v for k, v in placement.items() if v is not None} | read | file | extra
     with _stage(f"reading {source}"), _quiet(), _as_checkpoint_error(source):
@@ -173,17 +173,29 @@ def load_model(
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def _check_placement(device_map: Any) -> None:
+def _check_placement(device_map: Any, tp_plan: str | None) -> None:
+    if tp_plan is not None and os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
+        raise ConfigError(
+            "tp_plan splits a target over processes, and there is one",
+            got=tp_plan,
+            remedy="Start them with torchrun, one a device, or leave tp_plan out.",
+        )
     if not isinstance(device_map, str) or device_map in _MAPS:
         return
     try:
-        torch.device(device_map)
+        device = torch.device(device_map)
     except RuntimeError:
         raise ConfigError(
             "device_map is neither a device nor a way to spread layers",
             got=device_map,
             remedy=f"Give a device such as cuda:0, or {', '.join(_MAPS)}.",
         ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device_map names a GPU, and this machine or this torch has none",
+            got=device_map,
+            remedy="Use cpu or auto, or install the build of torch for the GPU.",
+        )
 
 
 def _auto_class(name: str, how: dict[str, Any]) -> Any:

@@ -370,7 +370,10 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         sentence = f"{whose}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
         shares = {members[name].label: e for name, e in left.items()}
-        out.append(Answer(question, sentence, shares, piece.basis_of(members.values())))
+        sizes = " or ".join(dict.fromkeys(str(e.n) for e in left.values()))
+        over = piece.basis_of(members.values())
+        over += f"; paired over {sizes} prompt{'s' * (sizes != '1')}"
+        out.append(Answer(question, sentence, shares, over))
     return out
 
 

@@ -201,11 +201,12 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     if drawn != "prompts" and min(seeds) == 1:
         drawn += " (prompts alone for one seed)"
     size = count(n, max(seeds, default=1), min(seeds, default=1))
+    paired = "paired"
     if not any(a.shared(b) for a, b in pairs):
-        size = f"{n} prompt{'s' * (n != 1)}, seeds not paired"
+        size, paired = f"{n} prompt{'s' * (n != 1)}", "paired by prompt alone"
     texts = dict.fromkeys(str(a.texts[0]) for a, _ in pairs)
     basis = (
-        f"{' and '.join(texts)}, {size}, paired; 95% bootstrap intervals over {drawn}; "
+        f"{' and '.join(texts)}, {size}, {paired}; 95% bootstrap intervals over {drawn}; "
         f"p corrected for {len(adjusted)} comparison{'s' * (len(adjusted) != 1)} (Holm)"
     )
     return Comparison(

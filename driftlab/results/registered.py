@@ -107,7 +107,8 @@ def _compare(
         resamples=draws,
         over_prompts=True,
     )
-    basis = piece.basis_of([group for pair in pairs for group in pair])
+    over = piece.basis_of([group for pair in pairs for group in pair])
+    basis = f"{over}; paired over {effect.n} prompt{'s' * (effect.n != 1)}"
     return level(*nothing, *weights), level(*weights, *nothing), effect, basis
 
 

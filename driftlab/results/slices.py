@@ -318,9 +318,8 @@ class Slice:
         """The texts that the numbers of ``groups`` come from, and what was left out of these."""
         fewest, most = self._seeds_of_a_group
         groups = list(groups)
-        plain = [g for g in groups if not self.apart(g)]
-        shown = np.isin(self.positions[0], [self.groups.index(g) for g in plain or groups])
-        size = len(np.unique(self.positions[2][shown]))
+        plain = [g for g in groups if not self._has_own(g)]
+        size = self._size(plain or groups)
         words = count(size, most, fewest)
         if self.seeds == (UNKNOWN_SEED,):
             words = f"{size} prompt{'s' * (size != 1)}, seed unknown"
@@ -334,12 +333,23 @@ class Slice:
         )
 
     def apart(self, group: Group) -> str:
-        """How a group's texts differ from the run's, in words; empty where they do not."""
-        run, own = self.texts[""], self.texts_of(group)
-        if own == run:
+        """What a group was measured on in place of the run's texts, in words; empty where on
+        these."""
+        if not self._has_own(group):
             return ""
-        whose = " of its own" if own.kind == run.kind else ""
-        return ", ".join([f"on {own.kind}{whose}", *own.faults])
+        own, size = self.texts[group.condition], self._size([group])
+        whose = " of its own" if own.kind == self.kind else ""
+        every = self._size([g for g in self.groups if not self._has_own(g)])
+        other = [f"{size} prompt{'s' * (size != 1)}"] if every not in (0, size) else []
+        return ", ".join([f"on {own.kind}{whose}", *other, *own.faults])
+
+    def _has_own(self, group: Group) -> bool:
+        return bool(group.condition) and group.condition in self.texts
+
+    def _size(self, groups: Iterable[Group]) -> int:
+        """Prompts that ``groups`` have."""
+        shown = np.isin(self.positions[0], [self.groups.index(g) for g in groups])
+        return len(np.unique(self.positions[2][shown]))
 
     @property
     def intervals(self) -> tuple[str, str]:
