@@ -30,7 +30,7 @@ from driftlab.results.slices import (
     text_kinds,
     texts_of,
 )
-from driftlab.results.stats import Estimate, Sample, count, estimate, holm, too_few
+from driftlab.results.stats import Estimate, Sample, count, count_prompts, estimate, holm, too_few
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -203,7 +203,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     size = count(n, max(seeds, default=1), min(seeds, default=1))
     paired = "paired"
     if not any(a.shared(b) for a, b in pairs):
-        size, paired = f"{n} prompt{'s' * (n != 1)}", "paired by prompt alone"
+        size, paired = count_prompts(n), "paired by prompt alone"
     texts = dict.fromkeys(str(a.texts[0]) for a, _ in pairs)
     basis = (
         f"{' and '.join(texts)}, {size}, {paired}; 95% bootstrap intervals over {drawn}; "

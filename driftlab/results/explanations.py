@@ -42,7 +42,16 @@ from driftlab.results.shards import (
     write_shard,
 )
 from driftlab.results.slices import Group, groups, resamples, seeds_of_a_group
-from driftlab.results.stats import Estimate, Sample, count, estimate, factorial, holm, too_few
+from driftlab.results.stats import (
+    Estimate,
+    Sample,
+    count,
+    count_prompts,
+    estimate,
+    factorial,
+    holm,
+    too_few,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -400,8 +409,7 @@ def _disagreements(found: Explained) -> list[Answer]:
             f"{'are' if told > 1 else 'is'} told here, the strongest of each, after correction"
         )
     elif too_few(len(found.prompts), len(adjusted)):
-        n = len(found.prompts)
-        rest += f"{n} prompt{'s' * (n != 1)} cannot show a disagreement among so many"
+        rest += f"{count_prompts(len(found.prompts))} cannot show a disagreement among so many"
     else:
         rest += "no disagreement is left after correction"
     if bounds:

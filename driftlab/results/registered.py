@@ -11,7 +11,7 @@ from driftlab.config import Analysis, Contrast, Factor
 from driftlab.results.quantities import own_share
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, setting, take
-from driftlab.results.stats import Estimate, Sample, estimate, holm, not_available
+from driftlab.results.stats import Estimate, Sample, count_prompts, estimate, holm, not_available
 
 FACTORS: tuple[str, ...] = get_args(Factor)
 
@@ -87,10 +87,11 @@ def _compare(
     piece = take(tables, mode, kind)
     sample, ratio, unit = _sampler(piece, contrast)
     pairs = _pairs(piece, contrast)
+    over = piece.basis_of([group for pair in pairs for group in pair])
     if sample is None or not pairs:
         why = "the depth was not measured" if pairs else "the levels were not measured side by side"
         missing = not_available(why)
-        return missing, missing, missing, piece.basis_of([g for pair in pairs for g in pair])
+        return missing, missing, missing, over
     draws = piece.resamples
     before, after = ([sample(pair[i]) for pair in pairs] for i in (0, 1))
     weights, nothing = [1 / len(pairs)] * len(pairs), [0.0] * len(pairs)
@@ -107,9 +108,8 @@ def _compare(
         resamples=draws,
         over_prompts=True,
     )
-    over = piece.basis_of([group for pair in pairs for group in pair])
-    basis = f"{over}; paired over {effect.n} prompt{'s' * (effect.n != 1)}"
-    return level(*nothing, *weights), level(*weights, *nothing), effect, basis
+    over = f"{over}; paired over {count_prompts(effect.n)}"
+    return level(*nothing, *weights), level(*weights, *nothing), effect, over
 
 
 def _pairs(piece: Slice, contrast: Contrast) -> list[tuple[Group, Group]]:

@@ -23,7 +23,7 @@ from driftlab.files import refuse_irregular
 from driftlab.results.compare import Comparison, Side, Source, aligned, compare, one_side
 from driftlab.results.records import RunDirectory
 from driftlab.results.slices import TextKind, take
-from driftlab.results.stats import Estimate, Sample, estimate, with_note
+from driftlab.results.stats import Estimate, Sample, count_prompts, estimate, with_note
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -422,7 +422,7 @@ def compare_served(
         name = f"position {d + 1} accepted, of all rounds"
         rows.append(_beside(name, share, error, pooled(accepted[..., d])))
     n = int(np.isfinite(rounds).any(axis=0).sum())
-    size = f"{n} prompt{'s' * (n != 1)}, {int(np.nansum(rounds))} rounds, {how}"
+    size = f"{count_prompts(n)}, {int(np.nansum(rounds))} rounds, {how}"
     faults = piece.texts_of(side.group).faults  # a server counts such texts too
     basis = "; ".join([f"free chains on {kind}, {size}", *faults])
     return ServedComparison(

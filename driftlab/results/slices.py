@@ -17,7 +17,7 @@ import numpy as np
 
 from driftlab.errors import DataError, RunError
 from driftlab.results.records import Tables
-from driftlab.results.stats import ONE_SEED, RESAMPLES, Sample, count
+from driftlab.results.stats import ONE_SEED, RESAMPLES, Sample, count, count_prompts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -322,7 +322,7 @@ class Slice:
         size = self._size(plain or groups)
         words = count(size, most, fewest)
         if self.seeds == (UNKNOWN_SEED,):
-            words = f"{size} prompt{'s' * (size != 1)}, seed unknown"
+            words = f"{count_prompts(size)}, seed unknown"
         said = [f"{self.kind}, {words}", *self.texts[""].faults]
         theirs: dict[str, dict[str, None]] = {}
         for group in groups:
@@ -340,7 +340,7 @@ class Slice:
         own, size = self.texts[group.condition], self._size([group])
         whose = " of its own" if own.kind == self.kind else ""
         every = self._size([g for g in self.groups if not self._has_own(g)])
-        other = [f"{size} prompt{'s' * (size != 1)}"] if every not in (0, size) else []
+        other = [count_prompts(size)] if every not in (0, size) else []
         return ", ".join([f"on {own.kind}{whose}", *other, *own.faults])
 
     def _has_own(self, group: Group) -> bool:
@@ -557,17 +557,10 @@ def texts_of(tables: Tables, group: Group, kind: TextKind) -> tuple[TextKind, pd
 
 
 def _rows_of(tables: Tables, condition: str, kind: TextKind) -> pd.DataFrame:
-    rows = tables.prompts
-    if condition in with_own_texts(tables):
-        rows = tables.extra["texts"]
-        rows = rows[rows["condition"].astype(str) == condition]
+    rows, texts = tables.prompts, tables.extra.get("texts")
+    if texts is not None and (own := texts["condition"].astype(str) == condition).any():
+        rows = texts[own]
     return rows[rows["text"].astype(str) == kind.text]
-
-
-def with_own_texts(tables: Tables) -> set[str]:
-    """Conditions that have texts of their own."""
-    texts = tables.extra.get("texts")
-    return set() if texts is None else set(texts["condition"].astype(str))
 
 
 def _without_loops(
@@ -576,7 +569,8 @@ def _without_loops(
     """Degeneracy rule: looping texts flatter every drafter and are left out, and counted, unless
     all loop. The texts of a condition that has its own are judged for themselves.
     """
-    others, own = _of_other_kind(tables, kind), with_own_texts(tables)
+    others, texts = _of_other_kind(tables, kind), tables.extra.get("texts")
+    own = set() if texts is None else set(texts["condition"].astype(str))
     source = condition.where(condition.isin(own), "").to_numpy()
     prompt, kept, found = frame["prompt"].astype(str), np.ones(len(frame), bool), {}
     for name in ("", *sorted(own & {*source})):

@@ -595,9 +595,13 @@ def power_note(effect: Estimate, family: int = 1) -> str:
     return said + (", uncorrected" if family > 1 else "")
 
 
+def count_prompts(n: int) -> str:
+    return f"{n} prompt{'s' * (n != 1)}"
+
+
 def count(prompts: int, seeds: int, fewest: int | None = None) -> str:
     """The size of a sample in words; ``fewest`` seeds where groups have unlike numbers of them."""
-    size = f"{prompts} prompt{'s' * (prompts != 1)} x "
+    size = f"{count_prompts(prompts)} x "
     size += f"{fewest} to " if fewest is not None and fewest < seeds else ""
     return f"{size}{seeds} seed{'s' * (seeds != 1)}"
 
