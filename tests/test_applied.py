@@ -568,7 +568,11 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
     fixed = {"config": {"analysis": analysis}, "warnings": ["once", "twice"]}
     early = {"analysis": analysis, "rows": False}
     a = copied("early", "done", **copy.deepcopy(fixed), registered=early)
-    again = {"registered": {**early, "rows": True}, "resumed": [{"time": "T", "git": None}]}
+    again: dict[str, Any] = {"registered": {**early, "rows": True}}
+    again["resumed"] = [{"time": "T", "git": None}]
+    read = RunDirectory.open(other).manifest["resolved"]
+    guessed = {"target.attention": {**read["target.attention"], "origin": "assumed"}}
+    again |= {"assumed": guessed, "resolved": {**read, **guessed}}
     late = copied("late", "said", **copy.deepcopy(fixed), **again)
     with pytest.raises(RunError, match=r"registered other comparisons .got accepted drafts by fee"):
         merge([a, other], small.home() / "never")
@@ -579,6 +583,12 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
     assert merged.manifest["warnings"] == ["once", "twice"]
     assert [m["registered"]["rows"] for m in merged.manifest["merged"]] == [False, True]
     assert merged.manifest["merged"][1]["resumed"] == again["resumed"]
+    assert merged.manifest["assumed"] == guessed
+    assert merged.manifest["resolved"] == again["resolved"]
+    eager = {**read, "target.attention": {**read["target.attention"], "value": "eager"}}
+    moved_target = copied("resolved", "late", resolved=eager)
+    with pytest.raises(RunError, match=r"got resolved.target.attention: sdpa and eager"):
+        merge([a, moved_target], small.home() / "never")
     moved = {"analysis": {"primary": None}, "rows": False}
     other_way = copied("moved", "said", **copy.deepcopy(fixed), registered=moved)
     merged = merge([a, other_way], small.home() / "three")

@@ -93,6 +93,7 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
     first = manifests[0]
     manifest = {
         **{name: first[name] for name in _KEPT if name in first},
+        **_sourced(manifests),
         **_drafters(manifests),
         **_conditions(first, Counter(row["condition"] for own in rows for row in own)),
         **{n: v for n in ("precision", "supervised") if (v := _agreed(manifests, n)) is not None},
@@ -136,7 +137,7 @@ def _stages(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 _OWN = ("registered", "precision", "supervised", "corrected", "resumed")
-_KEPT = ("question", "versions", "git", "hardware", "inputs", "assumed", "resolved", "coverage")
+_KEPT = ("question", "versions", "git", "hardware", "inputs", "coverage")
 
 
 def _drafters(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,6 +151,15 @@ def _drafters(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     inputs = {**manifests[0]["inputs"], "drafters": hashes}
     return {"inputs": inputs, "drafters": {**named, "sha256": hashes}}
+
+
+def _sourced(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The resolved values, which agree; what one of the runs assumed is assumed."""
+    assumed, resolved = (
+        {name: said for m in reversed(manifests) for name, said in (m.get(n) or {}).items()}
+        for n in ("assumed", "resolved")
+    )
+    return {"assumed": assumed, "resolved": {**resolved, **assumed}}
 
 
 def _conditions(manifest: Mapping[str, Any], cells: Counter[str]) -> dict[str, Any]:
@@ -207,6 +217,11 @@ def _refuse_unlike(
         for name in sorted({*held, *given} - {"drafters"}):
             if held.get(name) != given.get(name):
                 differs[f"inputs.{name}"] = (held.get(name), given.get(name))
+        values, others = (m.get("resolved") or {} for m in (manifests[0], manifest))
+        for name in sorted({*values} & {*others}):
+            pair = (values[name].get("value"), others[name].get("value"))
+            if pair[0] != pair[1]:
+                differs[f"resolved.{name}"] = pair
         if differs:
             said = "; ".join(f"{n}: {a} and {b}" for n, (a, b) in differs.items())
             raise RunError(
