@@ -346,8 +346,9 @@ def bench(
         list[str] | None, typer.Option(help="NAME=COMMAND of another trainer to time.")
     ] = None,
     stored: Annotated[
-        Path, typer.Option(help="A finished run, of which figures are drawn.")
-    ] = Path("runs/micro"),
+        Path | None,
+        typer.Option(help="The finished run of which stage startup draws figures (runs/micro)."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for table and figure.")] = None,
     page: Annotated[
         Path | None,

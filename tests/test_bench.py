@@ -22,7 +22,7 @@ from driftlab.bench.timing import Sample, race, ratio
 from driftlab.cli import app
 from driftlab.config import TrainSpec
 from driftlab.engines.train import SoftTargets, supervised, ttt_loss
-from driftlab.errors import ConfigError, DataError, ResourceError
+from driftlab.errors import ConfigError, DataError, ResourceError, RunError
 from driftlab.results import bench_figure, bench_rows
 from driftlab.results.bench_rows import Row
 
@@ -144,7 +144,7 @@ def test_a_stage_keeps_the_rows_that_its_limit_allows(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(STAGES, "records", rows)
     said: list[str] = []
-    given: dict[str, Any] = {"smoke": True, "repeats": 1, "peers": {}, "stored": NOWHERE}
+    given: dict[str, Any] = {"smoke": True, "repeats": 1, "peers": {}, "stored": None}
     found = list(run(["records"], **given, say=said.append, limit=0.0))
     assert [row.case for _, row in found] == ["0"]
     assert any("limit" in line for line in said)
@@ -232,15 +232,23 @@ def test_a_figure_of_rows_without_a_time_is_none(tmp_path: Path) -> None:
 
 def test_a_stage_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="no stage 'probe'"):
-        list(run(["probe"], smoke=True, repeats=1, peers={}, stored=NOWHERE, say=print))
+        list(run(["probe"], smoke=True, repeats=1, peers={}, stored=None, say=print))
     assert "ablate" in STAGES
 
 
 def test_peers_that_no_stage_asks_are_refused() -> None:
     stages = ["records", "startup"]
-    given: dict[str, Any] = {"smoke": True, "repeats": 1, "stored": NOWHERE, "say": print}
+    given: dict[str, Any] = {"smoke": True, "repeats": 1, "stored": None, "say": print}
     with pytest.raises(ConfigError, match=r"stage training, .* .got nobody and the stages records"):
         next(run(stages, peers={"nobody": "false"}, **given))
+
+
+def test_a_stored_run_that_is_not_there_or_that_no_stage_asks_is_refused() -> None:
+    given: dict[str, Any] = {"smoke": True, "repeats": 1, "peers": {}, "say": print}
+    with pytest.raises(ConfigError, match=r"in the stage startup, .* the stages records"):
+        next(run(["records"], stored=NOWHERE, **given))
+    with pytest.raises(RunError):
+        next(run(["startup"], stored=NOWHERE, **given))
 
 
 def test_rows_are_read_without_torch() -> None:

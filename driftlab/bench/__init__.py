@@ -18,6 +18,7 @@ from driftlab.bench import drafting, files, machine, targets
 from driftlab.bench.shapes import Bench
 from driftlab.errors import ConfigError
 from driftlab.results.bench_rows import Row
+from driftlab.results.records import RunDirectory
 
 STAGES: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "probing": drafting.probing,
@@ -34,6 +35,8 @@ ON_REQUEST = ("ablate",)
 """Stages that run only when they are named."""
 PEERED = "training"
 """The stage that other trainers take part in."""
+STORED = "startup"
+"""The stage that draws figures of a stored run."""
 
 
 def run(
@@ -42,7 +45,7 @@ def run(
     smoke: bool,
     repeats: int,
     peers: dict[str, str],
-    stored: Path,
+    stored: Path | None,
     say: Callable[[str], None],
     limit: float = math.inf,
 ) -> Iterator[tuple[machine.Machine, Row]]:
@@ -52,9 +55,11 @@ def run(
     with the rows that it has; what is being timed is not cut short.
 
     peers: name -> command of other trainers (see `driftlab.bench.peers`). stored: a finished run,
-    of which figures are drawn. ``say`` is told what was done, as it is done.
+    of which figures are drawn; None is runs/micro, if it is there. ``say`` is told what was done,
+    as it is done.
 
-    Raises ConfigError for a stage that does not exist, and for peers that no stage asks.
+    Raises ConfigError for a stage that does not exist, for peers and a stored run that no stage
+    asks, and RunError for a stored run that is not one.
     """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise ConfigError(
@@ -67,12 +72,21 @@ def run(
             got=f"{', '.join(peers)} and the stages {', '.join(chosen)}",
             remedy=f"Add --stage {PEERED}, or leave --peer away.",
         )
+    if stored is not None:
+        if STORED not in chosen:
+            raise ConfigError(
+                f"figures of a stored run are drawn in the stage {STORED}, which is not chosen",
+                got=f"{stored} and the stages {', '.join(chosen)}",
+                remedy=f"Add --stage {STORED}, or leave --stored away.",
+            )
+        RunDirectory.open(stored)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with machine.threads(1):
         found = machine.measure(device, smoke=smoke)
         say(machine.text(found))
         with tempfile.TemporaryDirectory(prefix="driftlab-bench-") as folder:
-            bench = Bench(found, device, not smoke, repeats, Path(folder), stored, peers, say)
+            run = stored or Path("runs/micro")
+            bench = Bench(found, device, not smoke, repeats, Path(folder), run, peers, say)
             for name in chosen:
                 start = time.monotonic()
                 here = replace(found, facts=machine.describe(device))
