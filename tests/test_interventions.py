@@ -544,7 +544,7 @@ def test_a_window_is_idle_where_its_mask_hides_nothing(
 
 
 @pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("windows", [(2,), (4,), (2, 4), (4, None)])
+@pytest.mark.parametrize("windows", [(1,), (2,), (4,), (1, 1), (2, 4), (4, None)])
 def test_what_the_drafters_own_window_hides_already_is_idle(
     given: tuple[Tensor, Tensor], windows: tuple[int | None, ...], moves: bool
 ) -> None:
@@ -563,6 +563,7 @@ def test_what_the_drafters_own_window_hides_already_is_idle(
     changes: list[Intervention] = [window(size) for size in range(1, 9)]
     changes += [raise_sink(2.0, (position,)) for position in range(first)]
     changes += [knock_out_sink("remove", (0, position)) for position in range(1, first)]
+    changes.append(mask_chain_keys())
     for made in changes:
         idle = made.idle(config, [(first, SIZE)] * 2, depth)
         assert (idle is not None) == torch.equal(logits(made), plain), (made, idle)

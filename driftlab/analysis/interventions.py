@@ -245,7 +245,11 @@ class mask_chain_keys(Intervention):
     """
 
     def idle(self, config: DrafterConfig, spans: Spans, depth: int) -> str | None:
-        return "depths 1 and 2 have no such keys" if depth < 3 else None
+        if depth < 3:
+            return "depths 1 and 2 have no such keys"
+        if config.window_moves and set(config.windows) == {1}:
+            return "the drafter's own window hides them already"
+        return None
 
     def hook(self, drafter: Drafter) -> AbstractContextManager[None]:
         def mask(scores: Tensor, moment: Moment) -> Tensor | None:

@@ -227,9 +227,11 @@ def _note(result: TrainResult) -> str:
     if result.best is None:
         return result.precision
     step, value = result.best
+    many = len(result.evaluations)
     return (
-        f"{result.precision}; weights of step {step}, the best of {len(result.evaluations)} "
-        f"evaluations: {value:.3f} accepted drafts a round on held-back texts"
+        f"{result.precision}; weights of step {step}, "
+        f"{'the only evaluation' if many == 1 else f'the best of {many} evaluations'}: "
+        f"{value:.3f} accepted drafts a round on held-back texts"
     )
 
 
