@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Measure why drafted tokens stop being accepted as a drafter drafts deeper.",
+    epilog="Begin with `driftlab ablate`: minutes on a CPU, no download. COMMAND --help says more.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +42,9 @@ DeviceMap = Annotated[
 TpPlan = Annotated[
     str | None, typer.Option(help="'auto': split the target over torchrun's processes.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Run directory; the same one resumes.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Run directory, runs/NAME by default; the same one resumes.")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: train.steps=50")
 ]
@@ -71,7 +74,7 @@ def ablate(
         str | None, typer.Option(help="Address of a Ray cluster for the cells, or 'local'.")
     ] = None,
 ) -> None:
-    """Train and measure every cell of an experiment, and answer its questions."""
+    """Train and measure every cell of an experiment. Ends with its answers and one report."""
     if experiment is None and redo is None and base is not None:
         raise ConfigError(
             "--base puts an experiment file on another target, and no file is named",
@@ -111,10 +114,16 @@ def ablate(
 def train(
     context: typer.Context,
     target: Target,
-    data: Annotated[str, typer.Option(help="Prompts that the target continues, or texts.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Prompts that the target continues: train, micro (target micro only) or a .jsonl "
+            "file; with --given, texts."
+        ),
+    ],
     fusion_norm: Annotated[str, typer.Option(help="none, per_layer or concat.")] = "none",
     feedback: Annotated[str, typer.Option(help="pre_norm or post_norm.")] = "pre_norm",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the training; texts have text.seed.")] = 0,
     given: Annotated[
         bool,
         typer.Option(
@@ -253,7 +262,7 @@ def explain(
         list[str] | None, typer.Option("--set", help="Override a setting: depth=4")
     ] = None,
 ) -> None:
-    """Explain a run's drafters: layers, inputs, states, and attention mass against effect."""
+    """Explain what a run's drafters use. Layers, inputs, states, attention mass and its effect."""
     from driftlab.config import build_explain
     from driftlab.engines.explain import explain_run
     from driftlab.results.explain_figures import save_explain_figures
@@ -276,13 +285,15 @@ def doctor(
     profile: Annotated[
         str, typer.Option("--as", help="Compute as this runtime: vllm, sglang, trtllm, llamacpp.")
     ] = "trained",
-    tokens: Annotated[int, typer.Option(min=200, help="The target's own text.")] = 2000,
-    fix: Annotated[Path | None, typer.Option(help="Write a corrected copy there.")] = None,
+    tokens: Annotated[int, typer.Option(min=200, help="Length of the target's text.")] = 2000,
+    fix: Annotated[
+        Path | None, typer.Option(help="New folder for a corrected copy, if one is called for.")
+    ] = None,
     strict: Strict = False,
     device_map: DeviceMap = None,
     tp_plan: TpPlan = None,
 ) -> None:
-    """Check that a drafter is read as it was trained: exit 0 clean, 3 doubtful, 4 wrong."""
+    """Check that a drafter is read as it was trained. Exit 0 clean, 3 doubtful, 4 wrong."""
     from driftlab import doctor as checks
     from driftlab.models.checkpoints import refuse_occupied
 
@@ -335,11 +346,15 @@ def export(
 @app.command()
 def bench(
     stage: Annotated[
-        list[str] | None, typer.Option(help="Only this stage; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            help="Only this stage; may be given several times: probing, training, growth, "
+            "continuation, states, masses, records, startup, ablate (only when named)."
+        ),
     ] = None,
     smoke: Annotated[bool, typer.Option(help="Small sizes, about a minute.")] = False,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Runs of each case; fewer where one is long.")
+        int, typer.Option(min=1, help="Turns of each case; fewer where one is long.")
     ] = 5,
     limit: Annotated[float, typer.Option(min=0, help="Seconds after which a stage ends.")] = 900,
     peer: Annotated[
@@ -349,13 +364,15 @@ def bench(
         Path | None,
         typer.Option(help="The finished run of which stage startup draws figures (runs/micro)."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for table and figure.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for table and figure; else printed.")
+    ] = None,
     page: Annotated[
         Path | None,
         typer.Option(help="Only put stored tables into this page, where it names them."),
     ] = None,
 ) -> None:
-    """Measure the machine, and how near each stage comes to it and to the alternatives."""
+    """Time every stage beside its alternatives. And beside the peaks of this machine."""
     from driftlab.results import bench_figure, bench_rows
 
     if page is not None:
@@ -421,13 +438,15 @@ def sites(
 @app.command()
 def figures(
     source: Annotated[Path, typer.Argument(help="A run, or a folder of a paper.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the files.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the files; figures in the run.")
+    ] = None,
     publish: Annotated[
         Path | None, typer.Option(help="Copy the small tables there and draw from the copy.")
     ] = None,
     check: Annotated[bool, typer.Option(help="Only prove that stored files are current.")] = False,
 ) -> None:
-    """Draw the figures of a run or of a paper: PNG, PDF, and the CSV of what is drawn."""
+    """Draw the figures of a run or of a paper. PNG, PDF, and the CSV of what is drawn."""
     from driftlab.papers import committed
     from driftlab.results.drawn import note, unchanged
     from driftlab.results.figures import save_figures
@@ -478,7 +497,7 @@ def compare(
         int | None, typer.Option(min=1, help="Drafts a round, when the engine's file does not say.")
     ] = None,
 ) -> None:
-    """Compare two runs, paired by prompt and seed; or a run with what an engine counted."""
+    """Compare two runs, or a run with an engine. Runs are paired by prompt and seed."""
     from driftlab.results.served import beside
 
     typer.echo(str(beside(run, other, kind=text, depth=depth)))

@@ -160,7 +160,7 @@ class Rope(Frozen):
 
 
 class MLA(Frozen):
-    """Low-rank attention of DeepSeek / Kimi drafters (reference: checkpoints.md section 4.4)."""
+    """Low-rank attention of DeepSeek / Kimi drafters (D4 of docs/checkpoints.md)."""
 
     q_lora_rank: int | None
     kv_lora_rank: int

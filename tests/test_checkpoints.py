@@ -142,7 +142,7 @@ ENTRY, OUTPUT = list(DEFAULT), [b - 1 for b in DEFAULT]
 
 
 def spell(dialect: str) -> tuple[Config, Tensors]:
-    """The same drafter as each producer would write it (reference, section 3)."""
+    """The same drafter as each producer would write it (D1 to D10 of docs/checkpoints.md)."""
     base, both = weights(), maps()
     match dialect:
         case "safeailab":

@@ -1,9 +1,9 @@
 """Is this drafter run the way it was trained? The contract check of a target + drafter pair.
 
 The files of a drafter do not say everything, and what they say is read in more than one way
-(reference: checkpoints.md, sections 2 and 8). The doctor scores the readings that the files
-allow on text that the target itself wrote, and says which one the weights support. It changes
-nothing: :func:`fix` writes a corrected copy when it is asked to.
+(docs/checkpoints.md). The doctor scores the readings that the files allow on text that the target
+itself wrote, and says which one the weights support. It changes nothing: :func:`fix` writes a
+corrected copy when it is asked to.
 """
 
 from __future__ import annotations

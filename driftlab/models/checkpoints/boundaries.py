@@ -1,4 +1,4 @@
-"""Which residual streams are captured: section 2 of the checkpoint reference."""
+"""Which residual streams are captured (docs/checkpoints.md, Boundaries)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _listed(
 def _convention(
     sheet: Sheet, top: list[int] | None, nested: list[int] | None, n: int | None
 ) -> tuple[str, Origin, str]:
-    """Section 2.3: what an id means depends on where it stands and who wrote it."""
+    """What an id means depends on where it stands and who wrote it."""
     if top is not None:
         if nested is not None and top != nested:
             sheet.ledger.conflict(

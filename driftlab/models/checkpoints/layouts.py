@@ -1,6 +1,6 @@
 """A drafter in the layouts of a trainer or an engine, or a clear refusal.
 
-Each layout writes layer ids in its own convention (reference, section 2.3) and refuses what
+Each layout writes layer ids in its own convention (docs/checkpoints.md) and refuses what
 its reader would drop or compute otherwise. What only some versions of a reader do comes back
 as a note.
 """

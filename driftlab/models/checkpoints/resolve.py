@@ -1,7 +1,7 @@
 """Config and tensor shapes -> DrafterConfig, vocabulary map and every value's provenance.
 
-The algorithm of section 5.3 of the checkpoint reference. Shapes beat the config where a
-trainer is known to write a wrong number; every other contradiction is an error.
+Shapes beat the config where a trainer is known to write a wrong number; every other contradiction
+is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary settings of a drafter's config -> the rotation that its trainer computed.
 
-Section 4.5 of the checkpoint reference: bases at three places, two spellings of the type,
-blocks nested by layer type, and trainers whose rotary classes do not do what they read.
+Bases stand at three places, the type has two spellings, blocks are nested by layer type, and
+some trainers' rotary classes do not do what they read.
 """
 
 from __future__ import annotations

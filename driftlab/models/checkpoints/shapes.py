@@ -21,7 +21,7 @@ def _states(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> int:
 def expected_shapes(
     fields: Mapping[str, Any], states: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the drafter's tensors, vocabulary map aside (reference, section 3.3)."""
+    """Names and shapes of the drafter's tensors, vocabulary map aside."""
     h, wide = fields["hidden_size"], states * fields["target_hidden_size"]
     yield "embed_tokens.weight", (fields["vocab_size"], h)
     yield "lm_head.weight", (fields["draft_vocab_size"], h)

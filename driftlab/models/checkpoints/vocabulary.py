@@ -95,7 +95,7 @@ def _draft_size(sheet: Sheet, vocab: int) -> int:
 
 
 def _map(sheet: Sheet, kept: int, own: int, used: int, t2d: Tensor | None) -> Tensor:
-    """Absolute target ids of the draft ids (section 4.3), from the weights or a side file."""
+    """Absolute target ids of the draft ids, from the weights or a side file."""
     ledger = sheet.ledger
     table = sheet.tensors.get("d2t")
     marked = None if t2d is None else t2d.nonzero().flatten()
