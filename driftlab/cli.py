@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Each verb imports what it needs: torch takes seconds, and even the settings take a quarter.
 
 app = typer.Typer(
-    help="Measure why drafted tokens stop being accepted as a drafter drafts deeper.",
     epilog="Begin with `driftlab ablate`: minutes on a CPU, no download. COMMAND --help says more.",
     no_args_is_help=True,
     add_completion=False,
@@ -49,6 +48,23 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting: train.steps=50")
 ]
 Strict = Annotated[bool, typer.Option(help="Refuse values that were assumed and not read.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from driftlab import __version__
+
+        typer.echo(f"driftlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _driftlab(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and exit.")
+    ] = False,
+) -> None:
+    """Measure why drafted tokens stop being accepted as a drafter drafts deeper."""
 
 
 @app.command()
@@ -372,7 +388,7 @@ def bench(
         typer.Option(help="Only put stored tables into this page, where it names them."),
     ] = None,
 ) -> None:
-    """Time every stage beside its alternatives. And beside the peaks of this machine."""
+    """Time every stage beside its alternatives and this machine."""
     from driftlab.results import bench_figure, bench_rows
 
     if page is not None:

@@ -18,6 +18,7 @@ import pairs
 import pytest
 import small
 
+import driftlab
 from driftlab import cli, experiment
 from driftlab.data.grammar import VOCABULARY, WordTokenizer, stories
 from driftlab.engines.pool import run_jobs
@@ -129,6 +130,8 @@ except SystemExit as stop:
 
 
 def test_help_names_every_verb(call: Call) -> None:
+    code, said, _ = call("--version")
+    assert (code, said) == (0, f"driftlab {driftlab.__version__}\n")
     code, said, _ = call("--help")
     verbs = ["ablate", "train", "probe", "doctor", "export", "sites", "figures", "report"]
     assert code == 0
