@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlab.errors import ConfigError, RunError
+from driftlab.errors import ConfigError, RunError, first_fault
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -575,7 +575,7 @@ def _open_target(
         )
     except ValidationError as error:
         raise ConfigError(
-            f"the target {source} cannot be placed so: {error.errors()[0]['msg']}",
+            f"the target {source} cannot be placed so: {first_fault(error)}",
             got=f"--device-map {device_map}, --tp-plan {tp_plan}",
             remedy="See docs/scale.md.",
         ) from None

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from driftlab.errors import AssumptionError, ConfigError
+from driftlab.errors import AssumptionError, ConfigError, faults
 from driftlab.files import refuse_irregular
 
 
@@ -689,12 +689,12 @@ def _validated(kind: type[Settings], data: dict[str, Any], where: str) -> Settin
     except RecursionError:
         raise ConfigError(f"{where}: tables in tables too deep to read") from None
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, found {e['input']!r:.80}"
-            for e in error.errors()
+        said = "; ".join(
+            f"{fault}, found {found['input']!r:.80}"
+            for fault, found in zip(faults(error), error.errors(), strict=True)
         )
         raise ConfigError(
-            f"{where}: {error.error_count()} wrong setting(s): {faults}",
+            f"{where}: {error.error_count()} wrong setting(s): {said}",
             remedy="Every key is documented in driftlab/config.py; correct or remove those named.",
         ) from None
 

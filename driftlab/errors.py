@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class DriftlabError(Exception):
     """Base of every error that driftlab raises on purpose.
@@ -40,6 +45,22 @@ def _rebuild(
 def first_line(error: BaseException) -> str:
     """What an error of a library says, in one line of at most 300 characters."""
     return (str(error).strip().splitlines() or ["no message"])[0][:300]
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first value that was refused: its place, if it has one, and why."""
+    return faults(error)[0]
+
+
+def faults(error: ValidationError) -> list[str]:
+    """Every value that was refused, without the kind that pydantic puts before our own words."""
+    return [
+        ": ".join(
+            [".".join(map(str, found["loc"]))] * bool(found["loc"])
+            + [found["msg"].removeprefix("Value error, ")]
+        )
+        for found in error.errors()
+    ]
 
 
 def lacks_memory(error: BaseException) -> bool:

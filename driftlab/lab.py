@@ -57,7 +57,7 @@ from driftlab.engines.probe import (
     storable,
     target_probabilities,
 )
-from driftlab.errors import ConfigError, DataError
+from driftlab.errors import ConfigError, DataError, first_fault
 from driftlab.experiment.texts import (
     MICRO,
     RENDERING,
@@ -469,10 +469,7 @@ class Lab:
                 max_anchors=max_anchors,
             )
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(
-                f"{'.'.join(map(str, first['loc']))}: {first['msg']}", got=first["input"]
-            ) from None
+            raise ConfigError(first_fault(error), got=error.errors()[0]["input"]) from None
         temperatures = _temperatures(temperature, seed)
         found = self._measured(prompts, rendering, max_new_tokens, limit)
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens

@@ -38,7 +38,7 @@ from driftlab.engines.cell import SWITCHES, CellJob, Learning
 from driftlab.engines.habitat import record
 from driftlab.engines.probe import measurable_anchors
 from driftlab.engines.train import choose_vocabulary, hold_back, supervised_share
-from driftlab.errors import ConfigError, DataError
+from driftlab.errors import ConfigError, DataError, first_fault
 from driftlab.experiment.texts import (
     RENDERING,
     find_prompts,
@@ -337,7 +337,7 @@ class Plan:
             )
         except ValidationError as error:
             raise ConfigError(
-                f"the drafter cannot be built: {error.errors()[0]['msg']}",
+                f"the drafter cannot be built: {first_fault(error)}",
                 remedy="Correct [drafter] in the file.",
             ) from None
 

@@ -23,7 +23,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from driftlab.config import Frozen
-from driftlab.errors import ConfigError
+from driftlab.errors import ConfigError, first_fault
 from driftlab.papers.items import ITEMS, Measured, measure
 from driftlab.results.answers import ALPHA
 from driftlab.results.explanations import Explained
@@ -234,7 +234,7 @@ class Paper:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
             self.text = PaperText.model_validate(data)
         except (OSError, ValueError) as error:  # ValidationError is a ValueError
-            got = error.errors()[0] if isinstance(error, ValidationError) else error
+            got = first_fault(error) if isinstance(error, ValidationError) else error
             raise ConfigError(
                 f"{path} is not a paper's description",
                 got=got,

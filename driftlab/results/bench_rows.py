@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from driftlab.errors import DataError
+from driftlab.errors import DataError, first_fault
 from driftlab.files import refuse_irregular
 from driftlab.results.shards import atomic_file
 
@@ -101,14 +101,9 @@ def _stages(path: Path) -> dict[str, _Stage]:
     except (ValidationError, OSError) as error:
         raise DataError(
             f"{path} is no benchmark of this version",
-            got=_first(error) if isinstance(error, ValidationError) else error,
+            got=first_fault(error) if isinstance(error, ValidationError) else error,
             remedy="Delete it, or name another --out.",
         ) from None
-
-
-def _first(error: ValidationError) -> str:
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from driftlab.config import Sourced
-from driftlab.errors import RunError
+from driftlab.errors import RunError, first_fault
 from driftlab.files import refuse_irregular
 
 
@@ -134,11 +134,9 @@ def read_manifest(
         manifest: dict[str, Any] = json.loads(text)
         _Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
         raise RunError(
-            f"{file} is damaged: {place}: {first['msg']}",
-            got=f"{first['input']!r:.60}",
+            f"{file} is damaged: {first_fault(error)}",
+            got=f"{error.errors()[0]['input']!r:.60}",
             remedy=remedy,
         ) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from driftlab.config import DrafterConfig, Origin, Sourced, refuse_assumptions
-from driftlab.errors import CheckpointError, ConfigError, ContractError
+from driftlab.errors import CheckpointError, ConfigError, ContractError, first_fault
 from driftlab.models.checkpoints import native
 from driftlab.models.checkpoints.dialects import NATIVE_KEY, Dialect
 from driftlab.models.checkpoints.fields import Ledger
@@ -205,7 +205,7 @@ def _native(
         new = DrafterConfig.model_validate(changed)
     except ValidationError as error:
         raise ConfigError(
-            "the overrides make an impossible contract", got=error.errors()[0]["msg"]
+            "the overrides make an impossible contract", got=first_fault(error)
         ) from None
     _fits(new, target, tokens)
     return Resolved(

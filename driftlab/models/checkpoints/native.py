@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from driftlab.config import DrafterConfig, Provenance
-from driftlab.errors import CheckpointError
+from driftlab.errors import CheckpointError, first_fault
 from driftlab.files import file_hash
 from driftlab.models.checkpoints.dialects import NATIVE_KEY
 from driftlab.models.checkpoints.read import CONFIG, IDS, WEIGHTS, Files, read_json
@@ -122,10 +122,9 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
         config = DrafterConfig.model_validate(files.config.get("config"))
         provenance = _PROVENANCE.validate_python(files.config.get("provenance", {}))
     except ValidationError as error:
-        first = error.errors()[0]
         raise CheckpointError(
-            f"{where}: field {'.'.join(map(str, first['loc'])) or 'config'} is wrong",
-            got=first["msg"],
+            f"{where}: its fields are wrong",
+            got=first_fault(error),
             remedy="Write the drafter again with save_drafter.",
         ) from None
     if config.hidden_act not in ACT2FN:

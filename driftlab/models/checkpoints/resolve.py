@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from driftlab.config import DrafterConfig, Origin, Provenance, Rope, Sourced
-from driftlab.errors import CheckpointError, ConfigError, ContractError
+from driftlab.errors import CheckpointError, ConfigError, ContractError, first_fault
 from driftlab.models.checkpoints.boundaries import resolve_boundaries
 from driftlab.models.checkpoints.dialects import (
     Dialect,
@@ -85,7 +85,7 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
             elif name == "dialect":
                 Dialect(value)
         except ValueError as error:
-            shown = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            shown = first_fault(error) if isinstance(error, ValidationError) else error
             raise ConfigError(
                 f"the override of {name} is impossible", got=f"{value!r}: {shown}"
             ) from None
@@ -173,10 +173,9 @@ def _run(sheet: Sheet) -> Resolved:
         try:
             config = DrafterConfig(**fields)
         except ValidationError as error:
-            first_fault = error.errors()[0]
             raise CheckpointError(
                 f"{sheet.where}: the resolved contract is impossible",
-                got=f"{'.'.join(map(str, first_fault['loc']))} {first_fault['msg']}".strip(),
+                got=first_fault(error),
             ) from None
     check_shapes(sheet, fields)
     ledger.put("notes", list(ledger.notes), Origin.derived, "the reader's remarks")
