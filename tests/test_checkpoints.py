@@ -797,6 +797,8 @@ def test_rotary_contradictions(read: Read, extra: Config, fault: str) -> None:
         ({"rope_type": "yarn", "original_max_position_embeddings": 32}, "yarn needs factor"),
         ({"rope_type": "linear", "factor": "4"}, "factor is no number"),
         ({"rope_type": "linear", "factor": 0}, "above 0"),
+        ({"rope_type": "linear", "factor": 10**400}, "finite"),
+        ({"rope_type": "linear", "factor": True}, "factor is no number"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         ({"factor": 8.0}, "no rope_type"),
         ({"rope_type": "default", "rope_theta": "big"}, "wrong type"),
@@ -1279,6 +1281,9 @@ def test_nothing_is_skipped_or_filled_in(read: Read) -> None:
     assert torch.equal(chain(read(config, tensors | ignored)), reference(read))
     with pytest.raises(CheckpointError, match="two tensors"):
         read(config, tensors | {"model.norm.weight": random(H)})
+    for name in ("mlp.gate_up_proj", "self_attn.qkv_proj"):
+        with pytest.raises(CheckpointError, match=f"unknown: layers.0.{name}.weight"):
+            read(config, tensors | {f"layers.0.{name}.weight": torch.tensor(1.0)})
 
 
 @pytest.mark.parametrize(
@@ -1299,6 +1304,7 @@ def test_nothing_is_skipped_or_filled_in(read: Read) -> None:
         ("rms_norm_eps", -1.0),
         ("rms_norm_eps", 1e30),
         ("hidden_act", "swoosh"),
+        ("hidden_act", "prelu"),  # it has a weight
         ("eagle_config", [1]),
     ],
 )
@@ -1406,7 +1412,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         load_drafter(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", '{"a": NaN'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", '{"a": NaN', '{"a": 1, "a": 2}'])
 def test_damaged_configs(tmp_path: Path, text: str) -> None:
     folder = write_checkpoint(tmp_path / "d", *plain())
     (folder / "config.json").write_text(text, encoding="latin-1")

@@ -128,6 +128,17 @@ def test_an_unknown_rotary_type_is_refused() -> None:
         pairs.drafter(rope=Rope(rope_type="spiral"))
     with pytest.raises(ConfigError, match="'yarn' cannot be built"):
         pairs.drafter(rope=Rope(rope_type="yarn"))  # no factor
+    for factors in (1.0, [1.0], [1.0] * 5):  # transformers stretches a list of one in silence
+        longrope = {"short_factor": factors, "long_factor": factors}
+        longrope |= {"original_max_position_embeddings": 64}
+        with pytest.raises(ConfigError, match="'longrope' cannot be built"):
+            pairs.drafter(rope=Rope(rope_type="longrope", parameters=longrope))
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+def test_heads_without_halves_are_refused(width: int) -> None:
+    with pytest.raises(ConfigError, match=r"'default' cannot be built.*\n.*even width"):
+        pairs.drafter(head_dim=width)
 
 
 @pytest.mark.parametrize("feedback", Feedback)

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from einops import rearrange
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -125,12 +126,22 @@ class Rotary(nn.Module):
             rates = self.table.inv_freq
             if not bool((rates.isfinite() & (rates >= 0)).all()):
                 raise ValueError("a rate of turning below 0 or infinite")
-        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if 2 * len(rates) > dim:
+                raise ValueError(f"a width of {dim} has no halves")
+            # A list of one factor would be stretched over all pairs.
+            if len(rope.parameters.get("short_factor", rates)) != len(rates):
+                raise ValueError(f"short_factor is not one number for each of {len(rates)} pairs")
+        except (
+            *(KeyError, TypeError, ValueError, ArithmeticError, RuntimeError),
+            StrictDataclassError,
+        ) as error:
+            cause = error.__cause__ or error
             raise ConfigError(
                 f"rotary embedding {rope.rope_type!r} cannot be built",
-                got=f"{type(error).__name__}: {error}, base {rope.theta}, "
+                got=f"{type(cause).__name__}: {cause}, base {rope.theta}, "
                 f"parameters {rope.parameters}",
-                remedy="Give a rope_type that transformers knows, with all of its parameters.",
+                remedy="Give a rope_type that transformers knows, with all of its parameters, and "
+                "heads of an even width.",
             ) from None
         self.interleaved = rope.interleaved
         # Past their limit these two turn every position by the length of the text so far, so that

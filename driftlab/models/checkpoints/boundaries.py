@@ -37,6 +37,12 @@ def resolve_boundaries(sheet: Sheet, states: int) -> tuple[int, ...] | None:
         if not isinstance(exported, list) or any(type(i) is not int for i in exported):
             raise CheckpointError(f"{EXPORT_KEY}.boundaries is no list of integers", got=exported)
         ids = tuple(exported)
+        if len(ids) != states:
+            raise CheckpointError(
+                f"fc reads {states} captured state(s), {EXPORT_KEY}.boundaries names {len(ids)}",
+                got=exported,
+                remedy="Correct the config, or export the drafter again.",
+            )
         _inside(ids, n, f"{EXPORT_KEY}.boundaries")
         # As exports write them: boundaries at top level, the blocks before them in eagle_config.
         for fields, shift in ((sheet.top, 0), (sheet.eagle, 1)):

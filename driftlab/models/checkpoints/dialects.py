@@ -291,6 +291,8 @@ def canonical_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 def _unfused(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The parts of a fused ``qkv_proj`` or ``gate_up_proj``; other tensors as they are."""
+    if tensor.dim() == 0:
+        return {name: tensor}  # refused later, as every wrong shape
     if ".mlp.gate_up_proj." in name and tensor.shape[0] % 2 == 0:
         gate, up = tensor.chunk(2)
         return {

@@ -199,9 +199,9 @@ def resolve_mlp(sheet: Sheet) -> dict[str, Any]:
     act = sheet.layer.get("hidden_act", str)
     if act is None:
         sheet.ledger.assumed("hidden_act", "silu", "hidden_act is absent")
-    elif act.value not in ACT2FN:
+    elif fault := activation_fault(act.value):
         raise CheckpointError(
-            f"{act.where} is unknown to transformers",
+            f"{act.where} {fault}",
             got=repr(act.value),
             remedy="Name the activation that the drafter was trained with, often silu.",
         )
@@ -223,6 +223,13 @@ def resolve_mlp(sheet: Sheet) -> dict[str, Any]:
         "hidden_act": sheet.ledger["hidden_act"],
         "norm_eps": sheet.ledger["norm_eps"],
     }
+
+
+def activation_fault(name: str) -> str | None:
+    """Why a drafter cannot have this activation, or None."""
+    if name not in ACT2FN:
+        return "is unknown to transformers"
+    return "has weights of its own" if list(ACT2FN[name].parameters()) else None
 
 
 def resolve_windows(sheet: Sheet, layers: int) -> tuple[int | None, ...]:

@@ -15,12 +15,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from driftlab.config import DrafterConfig, Provenance
 from driftlab.errors import CheckpointError, first_fault
 from driftlab.files import file_hash
 from driftlab.models.checkpoints.dialects import NATIVE_KEY
+from driftlab.models.checkpoints.layers import activation_fault
 from driftlab.models.checkpoints.read import CONFIG, IDS, WEIGHTS, Files, read_json
 from driftlab.models.checkpoints.shapes import expected_shapes
 from driftlab.models.drafter import Drafter
@@ -127,10 +127,8 @@ def read_native(files: Files) -> tuple[DrafterConfig, Provenance]:
             got=first_fault(error),
             remedy="Write the drafter again with save_drafter.",
         ) from None
-    if config.hidden_act not in ACT2FN:
-        raise CheckpointError(
-            f"{where}: hidden_act is unknown to transformers", got=repr(config.hidden_act)
-        )
+    if fault := activation_fault(config.hidden_act):
+        raise CheckpointError(f"{where}: hidden_act {fault}", got=repr(config.hidden_act))
     _check_weights(files.folder / files.weights, files.config)
     return config, provenance
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -191,7 +192,7 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 def read_json(path: Path) -> dict[str, Any]:
     refuse_irregular(path, CheckpointError)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist", remedy=f"A drafter's folder needs {path.name}."
@@ -205,6 +206,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", got=type(data).__name__)
     return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a name that stands twice the reader would take the last in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

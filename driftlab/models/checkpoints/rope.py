@@ -7,6 +7,7 @@ some trainers' rotary classes do not do what they read.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -204,10 +205,16 @@ def _parameters(
     kept = {k: v for k, v in block.items() if k in wanted and v is not None}
     for name, value in kept.items():
         numbers = value if isinstance(value, list) else [value]
-        if not numbers or any(not isinstance(n, int | float) for n in numbers):
+        switch = name == "truncate"
+        if not numbers or any(
+            not isinstance(n, int | float) or (isinstance(n, bool) and not switch) for n in numbers
+        ):
             raise CheckpointError(f"{where}: {name} is no number", got=repr(value))
-        if any(not math.isfinite(n) or (n <= 0 and name not in _ANY_SIGN) for n in numbers):
-            raise CheckpointError(f"{where}: {name} must be above 0", got=repr(value))
+        # An integer of JSON may be larger than any float.
+        if any(
+            not abs(n) <= sys.float_info.max or (n <= 0 and name not in _ANY_SIGN) for n in numbers
+        ):
+            raise CheckpointError(f"{where}: {name} must be finite and above 0", got=repr(value))
     if kept.get("partial_rotary_factor", 1) > 1:
         raise CheckpointError(f"{where}: partial_rotary_factor is above 1")
     return kept
