@@ -193,6 +193,23 @@ def test_what_vllm_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "speculators"])
+def test_heads_that_no_reader_takes_are_refused(tmp_path: Path, dialect: str) -> None:
+    """transformers' Llama config wants the heads to divide the width, head_dim or not."""
+    with pytest.raises(CheckpointError, match="cannot hold 6 heads"):
+        save_drafter(build(num_heads=6), tmp_path / "a", dialect=dialect, target=TARGET)
+    if dialect != "sglang":
+        save_drafter(build(num_heads=6, qk_norm=True), tmp_path / "b", dialect=dialect)
+        assert load_drafter(tmp_path / "b").config.num_heads == 6
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "speculators", "safeailab"])
+def test_the_default_rotation_is_of_whole_heads(tmp_path: Path, dialect: str) -> None:
+    rope = Rope(parameters={"partial_rotary_factor": 0.5})
+    config, _ = written(tmp_path, dialect, rope=rope)
+    assert "partial_rotary_factor" not in json.dumps(config)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "speculators"])
 def test_a_state_that_is_captured_twice_is_refused(tmp_path: Path, dialect: str) -> None:
     """Every reader takes a layer's id once, so that fc would be too wide."""
     with pytest.raises(CheckpointError, match="cannot hold a captured state twice"):
@@ -392,6 +409,18 @@ def test_layer_ids_that_contradict_the_export_are_said(tmp_path: Path, layout: s
     assert any("contradicts driftlab_export.boundaries [2, 5, 7]" in note for note in notes)
     with pytest.raises(CheckpointError, match="contradicts"):
         load_drafter(tmp_path / layout, target=TARGET, strict=True)
+
+
+@pytest.mark.parametrize("ids", [[], [2, 5]])
+def test_boundaries_of_an_export_that_fc_does_not_fit(tmp_path: Path, ids: list[int]) -> None:
+    """Without any, fc would be left out in silence."""
+    save_drafter(build(), tmp_path / "a", dialect="vllm")
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text())
+    config["driftlab_export"]["boundaries"] = ids
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"fc reads 3 .* names {len(ids)}"):
+        load_drafter(tmp_path / "a", target=TARGET)
 
 
 def test_a_folder_that_cannot_be_replaced_loses_nothing(tmp_path: Path) -> None:

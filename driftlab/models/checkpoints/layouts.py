@@ -100,7 +100,15 @@ def _window(dialect: Dialect, config: DrafterConfig) -> dict[str, Any]:
 
 
 def _rope_block(rope: Rope) -> dict[str, Any]:
-    return {"rope_type": rope.rope_type, "rope_theta": rope.theta, **rope.parameters}
+    # The default rotation has none: engines would turn a part of each head for its factor.
+    parameters = {} if rope.rope_type == "default" else rope.parameters
+    return {"rope_type": rope.rope_type, "rope_theta": rope.theta, **parameters}
+
+
+def _uneven(config: DrafterConfig) -> tuple[bool, str]:
+    """What transformers' Llama config refuses, through which every reader of it goes."""
+    what = f"{config.num_heads} heads, which do not divide the width {config.hidden_size}"
+    return config.hidden_size % config.num_heads != 0, what
 
 
 def _engine_rope(dialect: Dialect, config: DrafterConfig) -> dict[str, Any]:
@@ -235,6 +243,7 @@ def _vllm(drafter: Drafter, target: TargetLike | None) -> Layout:
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
             (_reorders(drafter), "draft ids of a full vocabulary in another order"),
+            *([] if config.qk_norm or config.mla else [_uneven(config)]),
         ),
     )
     made = _engine(drafter, dialect)
@@ -270,6 +279,7 @@ def _sglang(drafter: Drafter, target: TargetLike | None) -> Layout:
             (not config.boundaries, "a drafter without captured states"),
             (len(config.boundaries) == 1 and same_width, "one captured state: it would skip fc"),
             (0 in config.boundaries, "boundary 0: its ids count blocks"),
+            *([] if config.mla else [_uneven(config)]),
             (
                 config.mla is not None and config.mla.q_lora_rank is None,
                 "low-rank attention without q_lora_rank",
@@ -322,6 +332,7 @@ def _speculators(drafter: Drafter, target: TargetLike | None) -> Layout:
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
             (config.logit_scale != 1.0, "a scale of the logits"),
+            *([] if config.qk_norm else [_uneven(config)]),
         ),
     )
     layer = {
@@ -381,7 +392,10 @@ def _safeailab(drafter: Drafter, target: TargetLike | None) -> Layout:
             (config.head_dim * config.num_heads != config.hidden_size, "heads of another width"),
             (rope.rope_type != "default" and not baseless, f"{rope.rope_type} rotation"),
             (baseless and rope.theta != THETA, f"{rope.rope_type} rotation of base {rope.theta}"),
-            ("partial_rotary_factor" in rope.parameters, "rotation of a part of the head"),
+            (
+                rope.rope_type != "default" and "partial_rotary_factor" in rope.parameters,
+                "rotation of a part of the head",
+            ),
             (_reorders(drafter), "draft ids of a full vocabulary in another order"),
         ),
     )

@@ -400,6 +400,12 @@ class _Serving:
         config, embedding = self.reading.config, self.facts.embedding
         if self.profile is Profile.sglang:
             self.put("qkv_bias", False, "X14", "biases of q, k and v are not read")
+            tied = self.layer.get("tie_word_embeddings", bool)
+            if tied is not None and tied.value:
+                self.notes.append(
+                    "tie_word_embeddings is on: SGLang takes the embedding for its head, whatever "
+                    "head the file holds; that is not computed here"
+                )
         own = self.facts.own_embedding
         replaced = self.profile in {Profile.sglang, Profile.trtllm}
         if not replaced or embedding.shape[1] != config.hidden_size:
