@@ -80,6 +80,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "nemotron": lambda: hf.NemotronForCausalLM(hf.NemotronConfig(**COMMON)),
+    "falcon": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(
+            vocab_size=V, hidden_size=H, num_hidden_layers=N, num_attention_heads=4, alibi=True
+        )
+    ),
     "gemma4": lambda: hf.Gemma4ForCausalLM(
         hf.Gemma4TextConfig(
             **COMMON | {"head_dim": 4, "global_head_dim": 8},
@@ -158,6 +163,24 @@ def test_sizes_are_those_of_a_full_layer() -> None:
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (4, 2, 8)
 
 
+def test_sizes_under_names_of_their_own() -> None:
+    opt = hf.OPTConfig(
+        vocab_size=V, hidden_size=H, word_embed_proj_dim=H, ffn_dim=48, num_hidden_layers=N,
+        num_attention_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    assert spread(hf.OPTForCausalLM(opt)).shape.intermediate_size == 48
+    shape = spread(hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**PLAIN))).shape
+    assert (shape.norm_eps, shape.assumed) == (1e-5, ())
+    assert spread(FAMILIES["falcon"]()).shape.num_kv_heads == 1
+
+
+def test_a_target_that_turns_a_part_of_each_head_has_drafters_that_turn_it_whole() -> None:
+    """The drafter's default rotation takes no factor, so its contract must not name one."""
+    shape = spread(hf.GlmForCausalLM(hf.GlmConfig(**COMMON))).shape
+    assert shape.whole and shape.rope.parameters == {}
+    assert not spread(_model()).shape.whole
+
+
 def test_a_fresh_drafter_speculates_for_every_family(target: Target) -> None:
     like = target.shape
     config = pairs.config(
@@ -183,7 +206,12 @@ def test_what_a_drafter_takes_over_and_the_target_lacks_is_assumed() -> None:
         said[model.config.model_type] = [
             name for name, s in plan.provenance.items() if s.origin is Origin.assumed
         ]
-    assert said == {"llama": [], "gpt2": ["drafter.rope"], "nemotron": []}
+    assert said == {
+        "llama": [],
+        "gpt2": ["drafter.intermediate_size", "drafter.rope"],
+        "nemotron": [],
+    }
+    assert plan.provenance["drafter.rope"].where.endswith("the target turns a part")
 
 
 def test_an_id_of_padding_that_a_drafter_does_not_have_is_an_error() -> None:

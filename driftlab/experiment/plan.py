@@ -303,18 +303,22 @@ class Plan:
             "head_dim": spec.head_dim or like.head_dim,
         }
         for name, value in values.items():
-            given = getattr(spec, name) is not None
-            self.provenance[f"drafter.{name}"] = Sourced(
-                value=value,
-                origin=Origin.read if given else Origin.derived,
-                where="experiment file" if given else "the target's own",
-            )
+            if getattr(spec, name) is not None:
+                origin, where = Origin.read, "experiment file"
+            elif name in like.assumed:
+                origin, where = Origin.assumed, "four times the width: the target's config has none"
+            else:
+                origin, where = Origin.derived, "the target's own"
+            self.provenance[f"drafter.{name}"] = Sourced(value=value, origin=origin, where=where)
         for name, taken in (("norm_eps", like.norm_eps), ("rope", like.rope.model_dump())):
             lacks = name in like.assumed
             self.provenance[f"drafter.{name}"] = Sourced(
                 value=taken,
                 origin=Origin.assumed if lacks else Origin.derived,
-                where="the target's config has none" if lacks else "the target's own",
+                where="the target's config has none"
+                if lacks
+                else "the target's own"
+                + (", of whole heads: the target turns a part" * (name == "rope" and like.whole)),
             )
         # Not refused where the head starts at random anyway: nothing was asked that is not done.
         usual, head = TrainSpec.model_fields["head_init"].default, self.experiment.train.head_init

@@ -16,6 +16,9 @@ from driftlab.models import wide
 from driftlab.models.loading import EPS, refuse_encoder_decoder, whole
 
 _BLOCKS = ("layers", "h", "blocks")
+# HuggingFace's names of the MLP's width and of the number of key/value heads.
+_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_GROUPS = ("num_key_value_heads", "num_kv_heads")
 _FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
 
 
@@ -39,7 +42,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target's own layers; ``assumed`` names the fields that its config lacks."""
+    """Sizes of a target's own layers; ``assumed`` names the fields that its config lacks.
+
+    ``whole``: the target turns a part of each head, and ``rope`` is of whole ones.
+    """
 
     intermediate_size: int
     num_heads: int
@@ -48,6 +54,7 @@ class Shape:
     norm_eps: float
     rope: Rope
     assumed: tuple[str, ...] = ()
+    whole: bool = False
 
 
 class Anatomy:
@@ -170,11 +177,22 @@ class Anatomy:
         rope = dict(rope.get("full_attention", rope) or {})
         rope.pop("type", None)  # the older name of rope_type
         stated = bool(rope)
+        part = rope.get("partial_rotary_factor") or 1.0
+        # The default rotation of Llama's class, which a drafter's layer is, turns whole heads.
+        whole = rope.get("rope_type", "default") == "default" and part != 1
+        if whole or part == 1:
+            rope.pop("partial_rotary_factor", None)
         eps = next((v for name in EPS if (v := getattr(text, name, None))), None)
+        inner = next((v for name in _INNER if (v := getattr(text, name, None))), None)
+        groups = next((v for name in _GROUPS if (v := getattr(text, name, None))), heads)
+        if getattr(text, "multi_query", False) and not getattr(
+            text, "new_decoder_architecture", False
+        ):
+            groups = 1  # Falcon's older layer, whatever its number of heads says
         return Shape(
-            intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * self.hidden_size),
+            intermediate_size=int(inner or 4 * self.hidden_size),
             num_heads=heads,
-            num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            num_kv_heads=int(groups),
             head_dim=int(getattr(text, "head_dim", None) or self.hidden_size // heads),
             norm_eps=float(eps or 1e-6),
             rope=Rope(
@@ -183,7 +201,10 @@ class Anatomy:
                 parameters=rope,
                 max_position=int(getattr(text, "max_position_embeddings", None) or 4096),
             ),
-            assumed=(() if eps else ("norm_eps",)) + (() if stated else ("rope",)),
+            assumed=(() if inner else ("intermediate_size",))
+            + (() if eps else ("norm_eps",))
+            + (() if stated else ("rope",)),
+            whole=whole,
         )
 
     @property

@@ -301,6 +301,7 @@ def _takes_plain_mask(model: Any) -> bool:
         and model.config._attn_implementation == "sdpa"
         and kinds == {"full_attention"}
         and not window
+        and not getattr(text, "alibi", False)  # Falcon counts its distances in a plain 2-d mask
     )
 
 

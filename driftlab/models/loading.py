@@ -316,7 +316,7 @@ def _as_dtype(file: Path, dtype: torch.dtype) -> int:
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 # Fields of HuggingFace's configs that move numbers, and the names that a rotation has had.
-EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _MOVING = (
     *EPS,
     "hidden_act",
