@@ -139,6 +139,7 @@ PRIMARY = {"measure": "forced accuracy", "factor": "feedback", "levels": ["pre_n
         ({"factor": "ttt", "levels": [True, 4]}, (), "it is a number"),
         ({"at": {"lr_scale": "fast"}}, (), "it is a number"),
         ({"measure": "growth", "depth": 1}, (), "growth from depth 1"),
+        ({"measure": "accepted drafts", "depth": 8}, (), "a length has no depth, and depth 8"),
         ({"measure": "share of own length"}, (), "names no condition"),
         ({}, ('measure.modes=["free"]',), "no forced chains are measured"),
     ],

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pool_jobs
 import pytest
+from tqdm.utils import envwrap
 
 from driftlab.engines.pool import run_jobs, understood
-from driftlab.errors import DriftlabError, NumericsError, ResourceError, RunError
+from driftlab.errors import ConfigError, DriftlabError, NumericsError, ResourceError, RunError
 
 
 def jobs(folder: Path, *hows: str) -> dict[str, tuple[str, Path]]:
@@ -138,3 +139,14 @@ def test_foreign_errors_become_ours(error: Exception, kind: type, said: str) -> 
     assert type(found) is kind
     assert said in found.cause
     assert "\n" not in found.cause
+
+
+def test_a_progress_bar_that_the_environment_spoils_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TQDM_MININTERVAL", "abc")
+    with pytest.raises(ValueError, match="abc") as raised:
+        envwrap("TQDM")(lambda mininterval=0.1: None)  # as tqdm does when it is imported
+    found = understood(raised.value)
+    assert type(found) is ConfigError
+    assert "TQDM_MININTERVAL=abc" in found.cause and "Unset TQDM_MININTERVAL" in found.remedy

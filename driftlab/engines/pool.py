@@ -22,7 +22,14 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from driftlab.errors import DriftlabError, ResourceError, RunError, first_line, lacks_memory
+from driftlab.errors import (
+    ConfigError,
+    DriftlabError,
+    ResourceError,
+    RunError,
+    first_line,
+    lacks_memory,
+)
 
 Progress = Callable[[int], None]
 Job = TypeVar("Job")
@@ -119,6 +126,14 @@ def understood(error: BaseException) -> DriftlabError:
             remedy="Check the path and its permissions.",
         )
     frames = traceback.extract_tb(error.__traceback__)
+    # tqdm takes its defaults from the environment, the first time when it is imported.
+    bars = {name: value for name, value in os.environ.items() if name.startswith("TQDM_")}
+    if bars and frames and "tqdm" in Path(frames[-1].filename).parts:
+        return ConfigError(
+            "no progress bar can be drawn as the environment says",
+            got=f"{', '.join(f'{n}={v}' for n, v in bars.items())}: {first_line(error)}",
+            remedy=f"Unset {' and '.join(bars)}, or correct it.",
+        )
     ours = [f for f in frames if "driftlab" in Path(f.filename).parts] or frames
     place = f" in {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
     return DriftlabError(

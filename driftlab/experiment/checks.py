@@ -71,7 +71,9 @@ def _fault(experiment: Experiment, contrast: Contrast) -> str | None:
     if mode not in measure.modes:
         return f"no {mode} chains are measured"
     depth = contrast.depth or measure.depth
-    if contrast.measure not in _LENGTHS and depth > measure.depth:
+    if contrast.measure in _LENGTHS and contrast.depth is not None:
+        return f"a length has no depth, and depth {depth} is named"
+    if depth > measure.depth:
         return f"depth {depth} is beyond measure.depth = {measure.depth}"
     if contrast.measure == "growth" and depth == 1:
         return "growth from depth 1 to depth 1 is none"
