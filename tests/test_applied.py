@@ -25,7 +25,7 @@ from driftlab.config import Analysis, Axes, Experiment
 from driftlab.data.features import FeatureStore
 from driftlab.engines import cell
 from driftlab.engines.habitat import PROMPTS, prompt_marks
-from driftlab.errors import ConfigError, DataError, RunError
+from driftlab.errors import ConfigError, DataError, DriftlabError, RunError
 from driftlab.experiment import applied as applied_room
 from driftlab.experiment import plan, run_experiment
 from driftlab.models.checkpoints import load_drafter, save_drafter
@@ -275,13 +275,16 @@ def test_a_run_that_cannot_begin_says_why(
     assert not out.exists()
 
 
-def test_what_a_condition_does_not_fit_is_found_before_a_text_is_written(
-    patch: pytest.MonkeyPatch,
-) -> None:
+def test_what_does_not_fit_is_found_before_a_text_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "write_corpus", lambda *_, **__: 1 / 0)
     layer = 'applied.conditions=[{name="x", interventions=[{kind="drop_layer", layer=7}]}]'
-    for one in (small.spec(layer), spec(layer, TRAINED)):
-        with pytest.raises(ConfigError, match="3 captured states"):
+    for one, said in (
+        (small.spec(layer), "3 captured states"),
+        (spec(layer, TRAINED), "3 captured states"),
+        (spec("target.boundaries=[0, 1, 1]", TRAINED), "read other boundaries"),
+        (small.spec("drafter.draft_vocab_size=9000"), "draft_vocab_size 9000 exceeds"),
+    ):
+        with pytest.raises(DriftlabError, match=said):
             run_experiment(one, small.home() / "cannot", quiet=True)
 
 

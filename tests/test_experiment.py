@@ -524,7 +524,7 @@ def test_a_full_disk_loses_nothing(out: Path, patch: pytest.MonkeyPatch, what: s
         (("text.max_new_tokens=5000",), ConfigError, "leave no room for a prompt"),
         (("measure.depth=40",), DataError, "no measured text has 40 tokens"),
         (("text.measure_prompts=held-out",), ConfigError, "no tokenizer"),
-        (("drafter.draft_vocab_size=9000",), DataError, "draft vocabulary"),
+        (("drafter.draft_vocab_size=9000",), ConfigError, "9000 exceeds vocab_size 215"),
         (("drafter.num_heads=3",), ConfigError, "not a multiple of num_kv_heads"),
         (("drafter.hidden_size=32",), ConfigError, r"train\.head_init changes nothing: .*got 0.5"),
         (("target.source=nowhere",), Exception, "neither a folder"),

@@ -201,7 +201,7 @@ def test_what_a_drafter_takes_over_and_the_target_lacks_is_assumed() -> None:
         plan = SimpleNamespace(
             experiment=experiment, target=target, boundaries=(1, 2, 3), provenance={}
         )
-        config = Plan.drafter_config(plan, None)  # type: ignore[arg-type]
+        config = Plan.drafter_config(plan)  # type: ignore[arg-type]
         assert plan.provenance["drafter.norm_eps"].value == config.norm_eps
         said[model.config.model_type] = [
             name for name, s in plan.provenance.items() if s.origin is Origin.assumed

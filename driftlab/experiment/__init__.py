@@ -130,8 +130,9 @@ def _prepare(
     with run.stage("target"):
         plan = Plan(experiment, cache, quiet=quiet)
     if given is None:
-        plan.drafter_config(None)  # its values have a provenance from here on
+        plan.drafter_config()  # its values have a provenance from here on
     else:
+        given.check(plan.target, plan.boundaries)
         plan.provenance |= given.provenance()
     check_conditions(plan, given)
     if strict:
@@ -164,7 +165,6 @@ def _prepare(
     else:
         assert given is not None
         inputs["drafters"] = {drafter.cell: drafter.sha for drafter in given.drafters}
-        given.check(plan.target, plan.boundaries)
         first = unchanged_jobs(plan, given, run.path, frozen, measured, rows)
         covered, told = None, {}
     inputs["measure_states"] = measured.key

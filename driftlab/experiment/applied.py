@@ -213,7 +213,7 @@ def check_conditions(plan: Plan, given: Given | None) -> None:
         return
     contracts: list[tuple[str, DrafterConfig]]
     if given is None:
-        plain = plan.drafter_config(None)
+        plain = plan.drafter_config()
         contracts = [
             (v.name, plain.model_copy(update=v.switches)) for v in variants(plan.experiment)
         ]

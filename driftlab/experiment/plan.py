@@ -291,7 +291,7 @@ class Plan:
             )
         return share
 
-    def drafter_config(self, mapping: tuple[int, ...] | None) -> DrafterConfig:
+    def drafter_config(self) -> DrafterConfig:
         """The plain drafter; fields that the file leaves out follow the target."""
         spec, target = self.experiment.drafter, self.target
         like = target.shape
@@ -334,7 +334,7 @@ class Plan:
                 **values,
                 target_hidden_size=target.hidden_size,
                 vocab_size=target.vocab_size,
-                draft_vocab_size=len(mapping) if mapping else target.vocab_size,
+                draft_vocab_size=spec.draft_vocab_size or target.vocab_size,
                 boundaries=self.boundaries,
                 norm_eps=like.norm_eps,
                 rope=like.rope,
@@ -372,7 +372,7 @@ class Plan:
         """A job for every variant and seed: train, then measure."""
         experiment = self.experiment
         mapping = self.vocabulary(learned.texts)
-        base = self.drafter_config(mapping)
+        base = self.drafter_config()
         origin = record(self.target, learned, self.templates)
         aligned: Rows | None = None
         if any(v.alignment for v in variants(experiment)):
