@@ -23,6 +23,7 @@ import torch
 
 from driftlab import experiment
 from driftlab.config import Origin
+from driftlab.data import grammar
 from driftlab.data.features import Features
 from driftlab.engines import cell
 from driftlab.errors import (
@@ -122,6 +123,22 @@ def test_the_supervised_share_is_of_what_is_learned_from(out: Path) -> None:
     assert found.manifest["supervised"] == made.supervised(lessons, mapping)
     drafter = load_drafter(out / "drafters" / small.CELLS[0])
     assert tuple(drafter.draft_to_target.tolist()) == mapping
+
+
+def test_given_texts_that_the_limit_leaves_out_are_counted(
+    out: Path, patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = [grammar.decode(story[1:30]) for story in grammar.stories(6, 5)]
+    lines = [json.dumps({"prompt": w[:40].rsplit(" ", 1)[0], "response": w}) for w in words]
+    (tmp_path / "given.jsonl").write_text("\n".join(lines))
+    target = texts.open_target(small.spec().target, small.home() / "cache")
+    target.tokenizer = grammar.WordTokenizer()
+    patch.setattr(plan, "open_target", lambda *_, **__: target)
+    spec = small.spec("text.train_tokens=60", f"text.measure_prompts={tmp_path}/given.jsonl")
+    given = {"given": f"{tmp_path}/given.jsonl", "train_prompts": None}
+    spec = spec.model_copy(update={"text": spec.text.model_copy(update=given)})
+    said = run_experiment(spec, out, quiet=True).manifest["warnings"]
+    assert f"4 of 6 texts of {tmp_path}/given.jsonl are not learned from" in said[0]
 
 
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])

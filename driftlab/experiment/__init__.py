@@ -143,7 +143,7 @@ def _prepare(
         check_sink(experiment.measure.sink, [length for _, length in spans])
         train_texts = plan.texts_to_learn() if given is None else []
         known = prompt_marks(train_texts) if given is None else given.prompts()
-        warned = resumed_by_other_code(run.manifest)
+        warned = [*plan.warnings, *resumed_by_other_code(run.manifest)]
         warned += learned_from(known, measure_texts, strict=strict)
     inputs: dict[str, Any] = {"target": plan.target.fingerprint}
     with run.stage("states"):

@@ -32,6 +32,7 @@ from driftlab.data.corpus import (
     write_corpus,
 )
 from driftlab.data.features import Features, FeatureStore
+from driftlab.data.prompts import load_prompts
 from driftlab.data.text import Text
 from driftlab.engines.align import Rows, store_rows
 from driftlab.engines.cell import SWITCHES, CellJob, Learning
@@ -119,6 +120,7 @@ class Plan:
         self.provenance: Provenance = {}
         self.store = FeatureStore(cache / "states")
         self._rounded: dict[str, Target] = {}
+        self.warnings: list[str] = []
         self.templates: set[str | None] = {None}  # chat templates of the prompts to learn from
         self.target = self._load_target()
         longest = self._new_tokens(measured=True)
@@ -218,6 +220,11 @@ class Plan:
                 max_tokens=spec.train_tokens,
                 limit=target.max_position,
             )
+            if left := len(load_prompts(spec.given)) - len(texts):
+                self.warnings.append(
+                    f"{left} of {left + len(texts)} texts of {spec.given} are not learned from: "
+                    f"those before them hold text.train_tokens = {spec.train_tokens} tokens"
+                )
             return texts
         prompts = find_prompts(str(spec.train_prompts), target, "train", self.room)
         self.templates = {p.rendered.template_sha if p.rendered else None for p in prompts}
