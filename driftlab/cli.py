@@ -336,7 +336,7 @@ def doctor(
 @app.command()
 def export(
     drafter: Annotated[str, typer.Argument(help="Folder or hub id of a drafter.")],
-    to: Annotated[str, typer.Option(help="vllm, sglang, speculators or safeailab.")],
+    to: Annotated[str, typer.Option(help="vllm, sglang, speculators, safeailab or driftlab.")],
     out: Annotated[Path, typer.Option(help="Folder for the written drafter.")],
     target: Annotated[
         str | None, typer.Option(help="Target, for files that leave parts to it.")

@@ -269,14 +269,14 @@ class TextSpec(Frozen):
 
     train_prompts: str | None = None  # named set, .jsonl file or "micro", continued by the target
     given: str | None = None  # a .jsonl file of prompts and responses to learn from instead
-    measure_prompts: str
-    train_tokens: Count
-    max_new_tokens: Count = 128
+    measure_prompts: str  # as train_prompts
+    train_tokens: Count  # about so many: of continuations, of whole texts where they are given
+    max_new_tokens: Count = 128  # of a continuation
     measure_new_tokens: Count | None = None  # None: max_new_tokens
     train_temperature: Temperature = 1.0
     temperatures: tuple[Temperature, ...] = (0.0, 1.0)  # measured texts
-    batch: Count = 32
-    seed: Seed = 0
+    batch: Count = 32  # prompts continued at a time; sampled texts depend on it
+    seed: Seed = 0  # of sampled texts; those that are measured are drawn with seed + 1
     limit: Count | None = None  # measure at most this many prompts
 
     @model_validator(mode="after")
@@ -306,21 +306,21 @@ class DrafterSpec(Frozen):
 class TrainSpec(Frozen):
     """Training-time test: soft cross entropy on the draft vocabulary, step k weighted decay^k."""
 
-    ttt: Count = 4
+    ttt: Count = 4  # depths that are unrolled
     decay: Annotated[float, Field(gt=0)] = 0.8
     steps: Count = 500
-    batch: Count = 4
-    max_length: Annotated[int, Field(gt=1)] = 512
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.05
+    batch: Count = 4  # texts of a step
+    max_length: Annotated[int, Field(gt=1)] = 512  # tokens; longer texts are cut
+    lr: Annotated[float, Field(gt=0)] = 1e-3  # the highest: AdamW, linear warm-up, then cosine to 0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.05  # share of the steps
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: Annotated[float, Field(gt=0)] = 1.0  # norm of the gradients
     head_init: Annotated[float, Field(ge=0)] = 1.0  # times the target's head rows
-    autocast: Literal["auto", "off", "bfloat16"] = "off"
-    checkpoint_every: Count = 200
+    autocast: Literal["auto", "off", "bfloat16"] = "off"  # auto: bfloat16 where it has units
+    checkpoint_every: Count = 200  # steps; changes no number
     alignment: Annotated[float, Field(ge=0)] = 0.0  # weight of the attention-alignment loss
     align_layer: Annotated[int, Field(ge=0)] | None = None  # target layer aligned to; None: last
-    evaluate_every: Count | None = None  # keep the weights that accept most; None: the last ones
+    evaluate_every: Count | None = None  # steps; keeps the weights that accept most. None: the last
 
 
 class Axes(Frozen):
@@ -350,12 +350,13 @@ class Axes(Frozen):
 class MeasureSpec(Frozen):
     """What is measured on each cell."""
 
-    depth: Count = 16
-    modes: tuple[Literal["free", "forced"], ...] = ("free", "forced")
+    depth: Count = 16  # drafted tokens of a chain
+    modes: tuple[Literal["free", "forced"], ...] = ("free", "forced")  # reads its drafts, the text
+    # The first token; those that receive more than 0.3 of the mass at depth 1; or positions.
     sink: Literal["first", "auto"] | tuple[int, ...] = "first"
-    recent: Count = 8
-    max_anchors: Count | None = None
-    bootstrap: Annotated[int, Field(gt=0, le=1_000_000)] = 2000
+    recent: Count = 8  # last keys, of the measure ``recent``
+    max_anchors: Count | None = None  # of each text, at even distances; None: all
+    bootstrap: Annotated[int, Field(gt=0, le=1_000_000)] = 2000  # draws of an interval
     agreement: bool = False  # also compare with the target's own attention, layer by layer
 
     @model_validator(mode="after")
@@ -368,7 +369,7 @@ class MeasureSpec(Frozen):
 class ExplainSpec(Frozen):
     """How a drafter is explained (docs/explain.md); chains read the text's tokens."""
 
-    depth: Count = 8
+    depth: Count = 8  # drafted tokens of a chain
     anchors: Count = 24  # of each text, at even distances
     state_anchors: Count = 96  # the same, where only states are compared
     sink: Literal["first", "auto"] | tuple[int, ...] = "first"

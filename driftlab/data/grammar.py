@@ -195,7 +195,8 @@ def encode(text: str) -> list[int]:
         raise DataError(
             "the micro suite does not know a word",
             got=error.args[0],
-            remedy=f"Use the {len(VOCABULARY)} words of driftlab.data.grammar.VOCABULARY.",
+            remedy="Use the prompts 'micro', or only the "
+            f"{len(VOCABULARY)} words of driftlab.data.grammar.VOCABULARY.",
         ) from None
 
 
