@@ -187,7 +187,7 @@ class Lab:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Names that :meth:`hook` and :meth:`capture` take, in the order of the model."""
+        """Names that :meth:`hook` and :meth:`capture` take."""
         return tuple(points(self.drafter))
 
     @property
