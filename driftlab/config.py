@@ -316,7 +316,7 @@ class TrainSpec(Frozen):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 1.0  # norm of the gradients
     head_init: Annotated[float, Field(ge=0)] = 1.0  # times the target's head rows
-    autocast: Literal["auto", "off", "bfloat16"] = "off"  # auto: bfloat16 where it has units
+    autocast: Literal["auto", "off", "bfloat16"] = "off"  # auto: bfloat16 where it is native
     checkpoint_every: Count = 200  # steps; changes no number
     alignment: Annotated[float, Field(ge=0)] = 0.0  # weight of the attention-alignment loss
     align_layer: Annotated[int, Field(ge=0)] | None = None  # target layer aligned to; None: last
