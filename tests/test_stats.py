@@ -233,14 +233,16 @@ def test_almost_constant_data_warns_nowhere() -> None:
     assert math.isfinite(two.high)
 
 
-def test_one_prompt_has_no_interval() -> None:
-    result = estimate(Sample(np.array([[2.0]])))
-    assert result.value == 2
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_one_prompt_has_no_interval(seeds: int) -> None:
+    values = 1.0 + np.arange(seeds, dtype=float)[:, None]
+    result = estimate(Sample(values))
+    assert result.value == values.mean()
     assert math.isnan(result.low)
-    assert "one prompt" in result.note
-    assert result.short == "2.00 [no interval]"
-    value, low, _ = bands(np.array([[[2.0]]]))
-    assert value[0] == 2
+    assert result.note.endswith("one prompt has no interval")
+    assert result.short == f"{values.mean():.2f} [no interval]"
+    value, low, _ = bands(values[None])
+    assert value[0] == values.mean()
     assert math.isnan(low[0])
 
 

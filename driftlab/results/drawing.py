@@ -227,10 +227,11 @@ class FigureSpec:
         basis = f"{kinds[:1].upper()}{kinds[1:]} chains on {texts}" if kinds else texts.capitalize()
         seeds = frame.groupby("variant")["seeds"].max()
         size = count(int(frame["prompts"].max()), int(seeds.max()), int(seeds.min()))
+        drawn = dict.fromkeys(frame.loc[frame["value"].notna(), "interval"])
         explains = self.explains if isinstance(self.explains, str) else self.explains(frame)
         return (
             f"{self.title}. {explains} {basis}, {size}{loops}. "
-            f"Interval: {'; '.join(dict.fromkeys(frame['interval']))}."
+            f"Interval: {'; '.join(drawn) or 'none'}."
         )
 
 

@@ -30,8 +30,8 @@ class Estimate:
     """A number with its interval.
 
     ``low`` and ``high`` bound the 95% interval over seeds and prompts (over prompts alone when
-    there is one seed). ``n`` counts prompts. ``unit`` is the unit of ``value``; ``x`` marks a
-    ratio. NaN with a ``note`` means n/a.
+    there is one seed); NaN for one prompt. ``n`` counts prompts. ``unit`` is the unit of ``value``;
+    ``x`` marks a ratio. NaN with a ``note`` means n/a.
     """
 
     value: float
@@ -208,7 +208,7 @@ def estimate(
             weighted.sum(axis=1), weights.sum(axis=1), coefficients, value, flat, resamples, seed
         )
     low, high = prompt_low, prompt_high
-    if n_seeds > 1:
+    if n_seeds > 1 and n > 1:  # one prompt says nothing of others, whatever its seeds
         if flat:
             low, high, lost = _constant(value, weights, resamples, seed)
         else:
@@ -227,9 +227,8 @@ def estimate(
             p = 1.0
     notes = [note] if note else []
     drawn_units = "seeds and prompts" if n_seeds > 1 else "prompts"
-    notes.append(f"{count(n, n_seeds)}, drawn: {drawn_units}")
-    if n == 1:
-        notes.append("one prompt has no interval over prompts")
+    drawn = f", drawn: {drawn_units}" if n > 1 else ": one prompt has no interval"
+    notes.append(count(n, n_seeds) + drawn)
     if lost:
         notes.append(f"{lost:.1%} of the draws left out, with nothing to divide by")
     shape = math.exp if ratio else float
@@ -282,7 +281,7 @@ def interval(prompts: int, seeds: int, resamples: int, *, banded: bool = False) 
     """What an interval of so many prompts and seeds draws, and how; one of :func:`bands` if
     ``banded``."""
     if prompts < 2:
-        return "one prompt has none"
+        return "one prompt has none" if prompts else "nothing measured"
     drawn = "seeds and prompts" if seeds > 1 else "prompts"
     method = "percentile" if banded or seeds > 1 else ONE_SEED
     return f"95% bootstrap over {drawn}, {resamples} draws, {method}"
