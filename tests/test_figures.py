@@ -272,6 +272,18 @@ def test_rms_is_a_geometric_mean_on_a_log_axis(tables: Tables) -> None:
     assert lines(figure)[piece.groups[0].label][1][-1] == pytest.approx(expected)
 
 
+def test_drafters_side_by_side_have_boundaries_of_their_own(tables: Tables) -> None:
+    deeper = tables.fused["cell"].astype(str).str.startswith("none+post_norm")
+    boundary = tables.fused["boundary"] + deeper.astype(int)
+    changed = replace(tables, fused=tables.fused.assign(boundary=boundary), cache={})
+    frame = FIGURES["layer_shares"].data(changed, None)
+    read = frame.groupby("variant")["boundary"].unique().map(list).to_dict()
+    assert read["none+post_norm"] == [3, 16, 28]
+    assert read["none+pre_norm"] == [2, 15, 27]
+    ticks = [t.get_text() for t in FIGURES["layer_shares"].figure(frame).axes[0].get_xticklabels()]
+    assert ticks == ["2/3", "15/16", "27/28"]
+
+
 def test_few_opportunities_are_not_drawn(tables: Tables) -> None:
     frame = FIGURES["conditional_acceptance"].data(tables, None)
     few = frame["opportunities"] < FEWEST
@@ -279,6 +291,14 @@ def test_few_opportunities_are_not_drawn(tables: Tables) -> None:
     assert frame.loc[few, "value"].isna().all()
     assert frame.loc[~few, "value"].notna().all()
     assert (frame.loc[frame["depth"] == 1, "opportunities"] == 12 * 4 * 2).all()
+    gone = tables.depths["depth"] > 5
+    none = tables.depths.assign(n_opportunities=tables.depths["n_opportunities"].mask(gone, 0))
+    frame = FIGURES["conditional_acceptance"].data(replace(tables, depths=none, cache={}), None)
+    assert set(frame.loc[frame["depth"] > 5, "interval"]) == {"nothing measured"}
+    caption = FIGURES["conditional_acceptance"].caption(frame)
+    assert caption.endswith(
+        "Interval: 95% bootstrap over seeds and prompts, 200 draws, percentile."
+    )
 
 
 def test_variants_look_different_without_colour(tables: Tables) -> None:
@@ -352,6 +372,7 @@ def test_one_drafter_one_seed_one_prompt(tmp_path: Path) -> None:
     assert frame["low"].isna().all(), "one prompt has no interval"
     assert frame["value"].notna().all()
     assert set(frame["text"]) == {"given text"}
+    assert FIGURES["forced_accuracy"].caption(frame).endswith("Interval: one prompt has none.")
 
 
 def test_many_variants_and_depths(tables: Tables) -> None:

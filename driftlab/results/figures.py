@@ -7,6 +7,7 @@ loads no plotting library.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -207,8 +208,11 @@ def shares_data(tables: Tables, kind: TextKind | None = None) -> pd.DataFrame:
         (({"measure": m, "unit": u}, piece.cube(m), None) for m, u in _LAYER_MEASURES.items()),
         x="layer",
     )
-    boundary = piece.frame.drop_duplicates("layer").set_index("layer")["boundary"]
-    frame.insert(frame.columns.get_loc("layer"), "boundary", frame["layer"].map(boundary))  # type: ignore[arg-type]
+    each = dict(zip(zip(*piece.positions[::3], strict=True), piece.frame["boundary"], strict=True))
+    places = list(itertools.product(range(len(piece.groups)), range(len(piece.index))))
+    # Drafters side by side need not read the same boundaries.
+    boundary = [each.get(place) for place in places] * len(_LAYER_MEASURES)
+    frame.insert(frame.columns.get_loc("layer"), "boundary", boundary)  # type: ignore[arg-type]
     return frame
 
 
@@ -360,8 +364,8 @@ def _layers_axes(ax: Axes, frame: pd.DataFrame, measure: str) -> None:
         _plain_log_ticks(ax)
         what = "captured state" if measure == "rms_in" else "captured state after its norm"
         ax.set_ylabel(f"RMS of the {what}")
-    names = part.drop_duplicates("layer").sort_values("layer")["boundary"]
-    ax.set_xticks(layers, [str(b) for b in names])
+    names = part.dropna(subset="boundary").groupby("layer")["boundary"].unique()
+    ax.set_xticks(layers, ["/".join(f"{b:.0f}" for b in names[layer]) for layer in layers])
     ax.set_xlabel("boundary (blocks)")
     ax.grid(axis="x", visible=False)
 
