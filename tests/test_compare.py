@@ -17,7 +17,7 @@ from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.results.compare import Comparison, _Run, _sides, compare, split_cell
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.served import Served, compare_served, read_served
-from driftlab.results.slices import TextKind
+from driftlab.results.slices import TextKind, take
 
 PRE, POST = ("none", "pre_norm"), ("none", "post_norm")
 Make = Callable[..., RunDirectory]
@@ -98,6 +98,7 @@ def test_what_so_many_prompts_can_show(make: Make, prompts: int, said: str) -> N
     found = compare(make(**options), make(variants=[POST], **options))
     assert any(sentence.startswith(said) for sentence in found.sentences)
     assert any(row.shown for row in found.rows) == (prompts > 5)
+    assert ("one prompt has no interval" in found.basis) == (prompts == 1)
     if prompts == 1:
         assert {row.p for row in found.rows if not np.isnan(row.p)} == set()
 
@@ -109,6 +110,14 @@ def test_conditional_acceptance_pools_opportunities(pre: RunDirectory, post: Run
     assert found.b.value == pytest.approx(d["n_accepted"].sum() / d["n_opportunities"].sum())
     length = row(compare(pre, post), "acceptance length (bonus included)")
     assert length.a.value > 1
+    # A seed without a chance on one side is not in the effect, and so in neither level.
+    t = pre.tables()
+    gone = (t.depths["cell"].astype(str) == "none+pre_norm/s1") & (t.depths["depth"] == 2)
+    left = {n: t.depths[n].mask(gone, 0) for n in ("n_opportunities", "n_accepted")}
+    fewer = replace(t, depths=t.depths.assign(**left), cache={})
+    one = row(compare(fewer, pre), "conditional acceptance @2")
+    assert one.effect.seeds == one.a.seeds == one.b.seeds == 1
+    assert one.effect.value == pytest.approx(one.b.value - one.a.value)
 
 
 def test_a_run_equals_itself(pre: RunDirectory) -> None:
@@ -196,6 +205,8 @@ def test_the_variant_that_has_one_seed_is_named(make: Make) -> None:
     notes = compare(fewer, fewer).notes
     said = "one seed: the noise of training is not in the intervals"
     assert notes == (f"none+post_norm: {said}",)
+    piece = take(fewer, "free")
+    assert ["x 2 seeds" in piece.basis_of([g]) for g in piece.groups] == [True, False]
     alone = make(seeds=(3,))
     assert compare(alone, alone).notes == (said,)
 

@@ -205,10 +205,12 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     if not any(a.shared(b) for a, b in pairs):
         size, paired = count_prompts(n), "paired by prompt alone"
     texts = dict.fromkeys(str(a.texts[0]) for a, _ in pairs)
-    basis = (
-        f"{' and '.join(texts)}, {size}, {paired}; 95% bootstrap intervals over {drawn}; "
+    how = (
+        f"95% bootstrap intervals over {drawn}; "
         f"p corrected for {len(adjusted)} comparison{'s' * (len(adjusted) != 1)} (Holm)"
     )
+    basis = f"{' and '.join(texts)}, {size}, {paired}; "
+    basis += how if n > 1 else "one prompt has no interval"
     return Comparison(
         pairs=tuple(_narrowed(a, b) for a, b in pairs),
         rows=rows,
@@ -647,6 +649,9 @@ def _measured(a: Side, b: Side) -> Iterable[_Pair]:
         if math.isnan(effect.value):
             continue
         both = np.isfinite(first.values) & np.isfinite(second.values)
+        for s in (first, second):  # a seed without a chance on one side is not in the effect
+            if s.weights is not None:
+                both &= np.where(both, s.weights, 0).sum(axis=1, keepdims=True) > 0
         levels = [
             estimate(Sample(np.where(both, s.values, np.nan), s.weights), **options)
             for s in (first, second)

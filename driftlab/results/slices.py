@@ -316,10 +316,10 @@ class Slice:
 
     def over(self, groups: Iterable[Group]) -> str:
         """The texts that the numbers of ``groups`` come from, and what was left out of these."""
-        fewest, most = self._seeds_of_a_group
-        groups = list(groups)
-        plain = [g for g in groups if not self._has_own(g)]
-        size = self._size(plain or groups)
+        groups = list(groups) or list(self.groups)
+        plain = [g for g in groups if not self._has_own(g)] or groups
+        size = self._size(plain)
+        fewest, most = self._seeds(plain)
         words = count(size, most, fewest)
         if self.seeds == (UNKNOWN_SEED,):
             words = f"{count_prompts(size)}, seed unknown"
@@ -348,23 +348,26 @@ class Slice:
 
     def _size(self, groups: Iterable[Group]) -> int:
         """Prompts that ``groups`` have."""
-        shown = np.isin(self.positions[0], [self.groups.index(g) for g in groups])
-        return len(np.unique(self.positions[2][shown]))
+        return len(np.unique(self.positions[2][self._rows(groups)]))
+
+    def _seeds(self, groups: Iterable[Group]) -> tuple[int, int]:
+        """Fewest and most seeds that one of ``groups`` has."""
+        shown = self._rows(groups)
+        return seeds_of_a_group(zip(*(p[shown].tolist() for p in self.positions[:2]), strict=True))
+
+    def _rows(self, groups: Iterable[Group]) -> np.ndarray:
+        return np.isin(self.positions[0], [self.groups.index(g) for g in groups])
 
     @property
     def intervals(self) -> tuple[str, str]:
         """What the intervals of :func:`driftlab.results.stats.estimate` draw, and how they are
         made."""
-        fewest, most = self._seeds_of_a_group
+        fewest, most = self._seeds(self.groups)
         if most == 1:
             return "prompts", ONE_SEED
         if fewest == 1:
             return "prompts, and seeds where there are several", "percentile, and BCa for one seed"
         return "seeds and prompts", "percentile"
-
-    @cached_property
-    def _seeds_of_a_group(self) -> tuple[int, int]:
-        return seeds_of_a_group(zip(*(p.tolist() for p in self.positions[:2]), strict=True))
 
     def cube(self, column: str) -> np.ndarray:
         """``column`` as [group, seed, prompt, index], NaN where there is no row.
