@@ -168,6 +168,12 @@ def test_a_target_without_a_sink_is_said_plainly(tables: Tables) -> None:
     config = {"config": {"measure": {"sink": [0, 1], "bootstrap": 99}}}
     two = replace(uneven, manifest=config, cache={})
     assert "2 keys" in answers(two)[-1].sentence
+    # A condition with longer contexts has another even share.
+    far = even.cells["cell"].astype(str) == "per_layer+post_norm/s1"
+    cells = even.cells.assign(condition=np.where(far, "far", ""))
+    there = even.depths["cell"].isin(cells.loc[far, "cell"])
+    some = with_columns(replace(even, cells=cells), uniform=even.depths["uniform"].mask(there, 0))
+    assert "attends to a sink" in answers(some)[-1].sentence
 
 
 def test_a_sink_that_is_left_is_measured(found: list[Answer]) -> None:
@@ -187,6 +193,10 @@ def test_one_drafter_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "attention on the sink goes from 0.45" in text
     assert "against 0." in text
     assert effects(run) == {}
+    tables = run.tables()
+    lost = tables.depths["log_rms_state_pre"].mask(tables.depths["depth"] == 8)
+    zeroed = answers(with_columns(tables, log_rms_state_pre=lost))[0].sentence
+    assert zeroed.endswith("from depth 1 to 8 is n/a: nothing to average.")
     write_report(run, tmp_path / "r.html")
     assert "The two norms apart" not in (tmp_path / "r.html").read_text()
 

@@ -335,7 +335,8 @@ def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Ans
             few = math.isnan(one.p) or too_few(one.effect.n, family)
             doubt = "is of too few prompts to test" if few else "shows no evidence of a change"
             verdict = "goes" if known else f"{doubt}: it goes"
-            p = "" if math.isnan(one.p) else f", p {one.p:.2g} corrected for {family} comparisons"
+            p = f", p {one.p:.2g} corrected for {family} comparison{'s' * (family != 1)}"
+            p = "" if math.isnan(one.p) else p
             text = (
                 f"{head} {verdict} from {one.before.short} to {one.after.short}, {kind_of} "
                 f"{one.effect.short}{p}; {one.effect.signs}; {power_note(one.effect, family)}"
@@ -423,7 +424,8 @@ def _descriptions(measures: Mapping[str, _Measure], draws: int) -> list[Answer]:
             if measure.key == "growth":
                 question = "Does the hidden state grow as the drafter drafts deeper?"
                 if math.isnan(value.low):
-                    sentence = f"{group.label}: {name} is {value.short}; one prompt tells no more."
+                    said = f"{value.short}; one prompt tells no more" if value.n else value.note
+                    sentence = f"{group.label}: {name} is {said}."
                 elif value.differs:
                     sentence = f"{group.label}: {name} is {value.short}."
                 else:
@@ -468,7 +470,7 @@ def _no_sink(tables: Tables, kind: TextKind | None) -> Answer | None:
     if not plain:
         return None
     mass = {g.label: np.nanmean(piece.at(g, "sink", first)) for g in plain}
-    even = float(np.nanmean(piece.cube("uniform")[..., 0])) * keys
+    even = float(np.nanmean([piece.at(g, "uniform", first) for g in plain])) * keys
     if any(value >= SINK_RULE * even for value in mass.values()):
         return None
     highest = max(plain, key=lambda g: mass[g.label])
@@ -606,7 +608,7 @@ def basis(run: RunDirectory | Tables, kind: TextKind | None = None) -> str:
     first = f"; attention is that of the first of {deep} layers" if deep > 1 else ""
     brackets = f"brackets hold 95% bootstrap intervals over {', '.join(piece.intervals)}"
     if len(piece.prompts) == 1:
-        brackets = "one prompt has no interval over prompts"
+        brackets = "one prompt has no interval"
     return f"{piece.over(piece.groups)}; {brackets}{first}"
 
 

@@ -130,7 +130,8 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind], over: str) -> s
         details = [answer.basis]
         if not math.isnan(p):
             family = _family(found, answer)
-            details.append(f"p = {p:.2g} after Holm's correction for {family} comparisons")
+            among = f"{family} comparison{'s' * (family != 1)}"
+            details.append(f"p = {p:.2g} after Holm's correction for {among}")
         details += _seeds(answer.estimates.get("effect"))
         rows.append(
             f"<dt>{_text(answer.question)}</dt>"
