@@ -239,6 +239,14 @@ def test_what_the_norms_change(agreed: Explained) -> None:
     (sentence,) = [a.sentence for a in answers(agreed) if a.question.startswith("What does")]
     assert sentence.startswith("Post-norm feedback changes how much closer the state at depth 4")
     assert sentence.split(" by ")[-1].startswith("0.90")  # (0.7 - 0.3) - (0.4 - 0.9)
+    one, other = agreed.groups
+    double = replace(other, fusion_norm="concat_per_layer", feedback="pre_norm")
+    (sentence,) = (
+        a.sentence
+        for a in answers(replace(agreed, groups=(one, double)))
+        if a.question.startswith("What does")
+    )
+    assert sentence.startswith("The double fusion norm changes how much closer the state")
 
 
 def test_debts_and_gaps(agreed: Explained) -> None:

@@ -579,6 +579,7 @@ _SUBJECTS = {
     "feedback": "Post-norm feedback",
     "fusion norm per_layer": "The per-layer fusion norm",
     "fusion norm concat": "The fusion norm over the concatenation",
+    "fusion norm concat_per_layer": "The double fusion norm",
 }
 
 
