@@ -586,6 +586,7 @@ def test_a_merged_run_says_what_its_parts_say() -> None:
     assert merged.manifest["warnings"] == ["once", "twice"]
     assert [m["registered"]["rows"] for m in merged.manifest["merged"]] == [False, True]
     assert merged.manifest["merged"][1]["resumed"] == again["resumed"]
+    assert all(m["hardware"] for m in merged.manifest["merged"])
     assert merged.manifest["assumed"] == guessed
     assert merged.manifest["resolved"] == again["resolved"]
     eager = {**read, "target.attention": {**read["target.attention"], "value": "eager"}}

@@ -107,7 +107,7 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
         "command": shlex.join(["driftlab", "merge", *map(str, runs), "--out", str(out)]),
         "stages": _stages(manifests),
         "merged": [
-            {n: m.get(n) for n in ("name", "config_hash", "command", "created", "versions", "git")}
+            {n: m.get(n) for n in _ALWAYS}
             | {n: m[n] for n in _OWN if n in m}
             | {"cells": sorted(row["cell"] for row in own)}
             for m, own in zip(manifests, rows, strict=True)
@@ -137,6 +137,7 @@ def _stages(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 _OWN = ("registered", "precision", "supervised", "corrected", "resumed")
+_ALWAYS = ("name", "config_hash", "command", "created", "versions", "git", "hardware")
 _KEPT = ("question", "versions", "git", "hardware", "inputs", "coverage")
 
 
