@@ -265,6 +265,12 @@ def test_training_lengths_beyond_the_trained_depth(tables: Tables) -> None:
     assert set(numbers.rows) == {f"{d}-norm / {t}" for d in ("pre", "post") for t in (2, 8)}
     assert numbers.contrasts["short-fails"].value == pytest.approx(0)
     assert numbers.contrasts["post-helps"].value > 0
+    curve = numbers.frame.query("panel == 'conditional acceptance' and line == 'pre-norm, TTT 2'")
+    rows = tables.depths[tables.depths["cell"].astype(str).str.startswith("none+pre_norm")]
+    rows = rows[(rows["mode"] == "free") & (rows["text"] == "sampled")]
+    chances = rows[rows["n_opportunities"] > 0].groupby("depth")["prompt"].nunique()
+    assert list(curve["prompts"]) == [chances[d] for d in curve["x"]]
+    assert min(curve["prompts"]) < 8
 
 
 def test_conditions_beyond_the_paper_stand_beside_their_own_drafter(tables: Tables) -> None:
@@ -272,6 +278,14 @@ def test_conditions_beyond_the_paper_stand_beside_their_own_drafter(tables: Tabl
     numbers = found("sink", applied(tables, {"sink removed": (removed, 0.5)}), "sink")
     assert numbers.rows["none+pre_norm, sink removed"]["of its own"].value == pytest.approx(0.5)
     assert numbers.rows["none+pre_norm, sink removed"]["difference"].value == 0
+    assert numbers.size == "8 prompts x 2 seeds"
+    gone = [f"p{i}" for i in range(3)]
+    made = applied(tables, {"sink removed": (removed, 0.5)})
+    lost = made.depths["cell"].astype(str).str.endswith("removed") & made.depths["prompt"].isin(
+        gone
+    )
+    fewer = found("sink", replace(made, depths=made.depths[~lost], cache={}), "sink")
+    assert fewer.size == "5 to 8 prompts x 2 seeds"
     assert set(numbers.frame["x"]) == {"sink removed"}
     assert set(found("residual", tables, "residual").rows) == set(tables.cells["variant"])
 

@@ -113,8 +113,12 @@ class Numbers:
 
     @property
     def size(self) -> str:
-        units = self.explained or self.free
-        return count(len(units.prompts), len(units.seeds))
+        if self.explained is not None:
+            return count(len(self.explained.prompts), len(self.explained.seeds))
+        of, _, named = self.free.positions[:3]
+        each = [len(np.unique(named[of == i])) for i in range(len(self.free.groups))]
+        fewest = f"{min(each)} to " if min(each) < max(each) else ""  # of texts of their own
+        return fewest + count(max(each), len(self.free.seeds))
 
     @property
     def basis(self) -> str:
@@ -195,7 +199,7 @@ class Numbers:
             values = np.moveaxis(cube, 2, 0)
             weight = np.moveaxis(weights[line], 2, 0) if line in weights else None
             value, low, high = bands(values, weight, resamples=piece.resamples)
-            there = np.isfinite(values)
+            there = np.isfinite(values) & (True if weight is None else weight > 0)
             frames.append(
                 pd.DataFrame(
                     {
