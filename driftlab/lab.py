@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pydantic import ValidationError
-from tqdm import tqdm
 
 from driftlab.analysis import attribution
 from driftlab.analysis.interventions import Intervention, apply, first_idle
@@ -71,6 +70,7 @@ from driftlab.models.checkpoints import load_drafter
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Captured, HookFn, Moment, attach, capture, points
 from driftlab.models.target import Target
+from driftlab.progress import progress_bar
 from driftlab.results.explanations import Explained
 from driftlab.results.probed import ProbeRun
 from driftlab.results.records import to_pandas
@@ -674,7 +674,7 @@ class Lab:
         self._replaced.clear()
         with (
             self._alone(),
-            tqdm(total=len(order), desc=f"probe {label}", unit="text", disable=None) as bar,
+            progress_bar(f"probe {label}", total=len(order), unit="text") as bar,
         ):
             for start in range(0, len(order), batch):
                 rows = order[start : start + batch]

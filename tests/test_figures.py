@@ -472,6 +472,7 @@ def test_plots_use_the_current_axes_by_default(run: RunDirectory) -> None:
     try:
         ax = run.plot.sink_by_depth()
         assert ax is plt.gca()
+        assert run.plot.forced_accuracy() is plt.gca() is not ax, "two measures on one axis"
     finally:
         plt.close("all")
 

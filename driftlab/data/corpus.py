@@ -32,6 +32,7 @@ from driftlab.errors import DataError
 from driftlab.models import memory
 from driftlab.models.continuation import Request
 from driftlab.models.target import Target
+from driftlab.progress import progress_bar
 from driftlab.results.shards import (
     read_sealed,
     remove_dead,
@@ -124,13 +125,8 @@ def write_corpus(
     home.mkdir(parents=True, exist_ok=True)
     with waiting_lock(home / "lock"):
         remove_dead(home)
-        with tqdm(
-            total=writing.min_tokens or len(prompts) * writing.max_new_tokens,
-            desc=progress,
-            unit="token",
-            unit_scale=True,
-            disable=None if progress else True,
-        ) as bar:
+        most = writing.min_tokens or len(prompts) * writing.max_new_tokens
+        with progress_bar(progress, total=most, unit="token", unit_scale=True) as bar:
             return _Corpus(target, prompts, writing, home, bar).write()
 
 

@@ -33,13 +33,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from driftlab.data.text import Text
 from driftlab.errors import DataError, NumericsError, ResourceError
 from driftlab.files import file_hash
 from driftlab.models import memory
 from driftlab.models.anatomy import Shape
+from driftlab.progress import progress_bar
 from driftlab.results.shards import atomic_file, remove_dead, waiting_lock
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -215,9 +215,8 @@ class FeatureStore:
         target.self_check(texts[0].tokens[:64])
         total = sum(s.tokens for s in plan)
         done = total - sum(s.tokens for s in missing)
-        disable = None if progress else True
-        with tqdm(
-            desc=progress, total=total, initial=done, unit="token", unit_scale=True, disable=disable
+        with progress_bar(
+            progress, total=total, initial=done, unit="token", unit_scale=True
         ) as bar:
             for shard in missing:
                 part = texts[shard.first : shard.first + shard.count]

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 from torch import Tensor
-from tqdm import tqdm
 
 from driftlab.data import grammar
 from driftlab.data.corpus import sources
@@ -33,6 +32,7 @@ from driftlab.engines.anchors import forced_states
 from driftlab.errors import DataError, NumericsError
 from driftlab.models.drafter import Drafter
 from driftlab.models.target import Target
+from driftlab.progress import progress_bar
 from driftlab.results.stats import Estimate, Sample, estimate
 
 DEPTH = 4
@@ -245,7 +245,7 @@ class Bench:
             for look in looks
         }
         total = sum(len(self._looks[look]) * len(new[look]) for look in looks)
-        with tqdm(total=total, desc=progress, disable=None if progress and total else True) as bar:
+        with progress_bar(progress if total else "", total=total) as bar:
             for look in looks:
                 for batch in self._looks[look] if new[look] else ():
                     self._run_target(batch)

@@ -18,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
-from tqdm import tqdm
 
 from driftlab.analysis.recorder import Columns
 from driftlab.data.features import Batch
@@ -29,6 +28,7 @@ from driftlab.models.attention import Pattern
 from driftlab.models.drafter import Drafter
 from driftlab.models.hooks import Moment, attach, capture
 from driftlab.models.target import Target
+from driftlab.progress import progress_bar
 from driftlab.results.shards import atomic_file, remove_dead
 
 _TINY = 1e-12
@@ -90,7 +90,7 @@ def store_rows(
     found = Rows(folder, tuple(layers))
     remove_dead(folder)
     todo = [i for i in range(len(texts)) if not (folder / _name(i)).exists()]
-    for i in tqdm(todo, desc=progress, unit="text", disable=None if progress else True):
+    for i in progress_bar(progress, iterable=todo, unit="text"):
         kept: dict[int, Tensor] = {}
         at = wanted[i]
 

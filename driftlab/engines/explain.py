@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from driftlab.analysis import attribution
 from driftlab.config import ExplainSpec, MeasureSpec
@@ -29,6 +28,7 @@ from driftlab.engines.probe import check_sink, measurable_anchors, sink_set
 from driftlab.errors import ConfigError, DataError, RunError
 from driftlab.models.checkpoints.load import load_drafter
 from driftlab.models.drafter import Drafter
+from driftlab.progress import progress_bar
 from driftlab.results.explanations import Explained, ExplainedFolder, boundary_part
 from driftlab.results.records import RunDirectory, config_hash
 from driftlab.results.schema import REGIONS
@@ -371,7 +371,7 @@ def explain_run(
             if not all(folder.has(cell, prompt) for prompt in prompts)
         }
         total = len(todo) * len(rows)
-        with tqdm(total=total, desc="explain", unit="text", disable=True if quiet else None) as bar:
+        with progress_bar("" if quiet else "explain", total=total, unit="text") as bar:
             failed = run_jobs(
                 todo,
                 explain_cell,
@@ -432,7 +432,7 @@ def explain_features(
     """
     rows = _chosen(features, spec, None)
     found = []
-    for i in tqdm(rows, desc="explain", unit="text", disable=None):
+    for i in progress_bar("explain", iterable=rows, unit="text"):
         text = features.texts[i]
         (columns,) = explain(drafter, [text], [features.item(i)], spec)
         found.append((text, columns))

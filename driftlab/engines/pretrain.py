@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from driftlab.errors import DataError, NumericsError
 from driftlab.models.tiny import tiny_llama
+from driftlab.progress import progress_bar
 
 
 def pretrain(
@@ -80,7 +80,7 @@ def pretrain(
     begins = torch.tensor([0, *itertools.accumulate(len(text) for text in texts_tokens)])
     begins = begins[begins < len(stream) - length]
     model.train()
-    with tqdm(range(steps), desc=progress, unit="step", disable=None if progress else True) as bar:
+    with progress_bar(progress, iterable=range(steps), unit="step") as bar:
         for step in bar:
             chosen = torch.randint(len(begins), (batch,), generator=generator)
             tokens = stream[begins[chosen][:, None] + window]

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from driftlab.config import Experiment, Origin, refuse_assumptions
 from driftlab.data.features import Features, FeatureStore
@@ -47,6 +46,7 @@ from driftlab.experiment.texts import prompt_rows
 from driftlab.models import memory
 from driftlab.models.checkpoints import stated_config
 from driftlab.models.checkpoints.read import CONFIG, WEIGHTS
+from driftlab.progress import progress_bar
 from driftlab.results.merge import identity
 from driftlab.results.records import RunDirectory, config_hash
 
@@ -284,7 +284,7 @@ def _run_jobs(
     total = sum(job.steps for job in jobs)
     label = "1 cell" if len(jobs) == 1 else f"{len(jobs)} cells"
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    with tqdm(total=total, desc=label, disable=True if quiet else None) as bar:
+    with progress_bar("" if quiet else label, total=total) as bar:
         named, workers = {job.cell: job for job in jobs}, experiment.workers
         if ranks.size > 1:
             return _run_together(named, ranks, bar.update)

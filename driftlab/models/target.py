@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from driftlab.config import Origin, Provenance, Sourced, is_whole
 from driftlab.errors import (
@@ -25,6 +24,7 @@ from driftlab.models.attention import Pattern, Reader
 from driftlab.models.continuation import Request
 from driftlab.models.generation import Session
 from driftlab.models.loading import fingerprint, load_model, too_large
+from driftlab.progress import progress_bar
 
 _EXACT = (torch.float32, torch.float64)
 
@@ -403,12 +403,7 @@ class Target(Anatomy):
         # Like lengths together: the order cannot matter to any result.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         texts: list[list[int]] = [[] for _ in prompts]
-        with tqdm(
-            total=len(prompts) * max_new_tokens,
-            desc=progress,
-            unit="tok",
-            disable=None if progress else True,
-        ) as bar:
+        with progress_bar(progress, total=len(prompts) * max_new_tokens, unit="tok") as bar:
             for request, text in self.stream(
                 (Request(prompts[i], seed, i) for i in order),
                 max_new_tokens=max_new_tokens,

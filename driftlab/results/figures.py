@@ -676,7 +676,8 @@ def save_figures(
 class Plots:
     """Figures for a notebook: every method draws on ``ax`` and returns it.
 
-    Without ``ax`` the current pyplot axes are used, as in seaborn.
+    Without ``ax`` the current pyplot axes are used, as in seaborn; where they hold something, a
+    new figure: two measures share no axis.
     """
 
     def __init__(self, run: RunDirectory | Tables, kind: TextKind | None = None) -> None:
@@ -688,7 +689,7 @@ class Plots:
             return ax
         import matplotlib.pyplot as plt
 
-        return plt.gca()
+        return plt.subplots()[1] if plt.gca().has_data() else plt.gca()
 
     def _draw(
         self,
