@@ -403,7 +403,7 @@ def _safeailab(drafter: Drafter, target: TargetLike | None) -> Layout:
         raise CheckpointError(
             "the safeailab layout has no layer ids: whether its default fits needs the target",
             got=f"boundaries {config.boundaries}",
-            remedy="Give the target.",
+            remedy="Give the target too: --target, or target= in Python.",
         )
     default = _default_boundaries(target)
     _refuse(

@@ -157,7 +157,7 @@ def _borrow(found: Resolved, target: TargetLike | None, name: str, config: Draft
     if target is None:
         raise ContractError(
             f"{found.source} does not hold {what}: it is the target's",
-            remedy="Give the target.",
+            remedy="Give the target too: --target, or target= in Python.",
         )
     weight: Tensor = getattr(target, name).detach().to("cpu", torch.float32)
     if weight.shape[1] != config.hidden_size:
