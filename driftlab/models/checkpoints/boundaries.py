@@ -121,7 +121,7 @@ def _default(sheet: Sheet, states: int, n: int | None) -> tuple[int, ...] | None
         sheet.pending = ContractError(
             "the config names no captured layers, and the default depends on the target",
             got=f"fc with {states} state(s)",
-            remedy="Give the target, or boundaries=.",
+            remedy="Give the target: --target, or target= in Python.",
         )
         return None
     ids = tuple(sorted({2, n // 2, n - 3}))
@@ -130,7 +130,8 @@ def _default(sheet: Sheet, states: int, n: int | None) -> tuple[int, ...] | None
             f"the config names no captured layers, and the default {ids} of a target with "
             f"{n} layers does not fit",
             got=f"fc with {states} state(s)",
-            remedy="Give boundaries=.",
+            remedy=f"Write them into the drafter's config.json as {IDS} in eagle_config; in Python "
+            "boundaries= names residual streams.",
         )
     origin = Origin.derived if sheet.traits.fixed_ids else Origin.assumed
     return sheet.ledger.put(
@@ -144,5 +145,5 @@ def _inside(ids: tuple[int, ...], n: int | None, place: str) -> None:
         raise ContractError(
             f"{place}: {bad[0] if bad else ids} is not one of 0..{n or 'n'}, each once",
             got=f"boundaries {ids}",
-            remedy="Give the drafter's own target, or boundaries=.",
+            remedy="Give the drafter's own target, or correct them in the drafter's config.json.",
         )
