@@ -288,5 +288,9 @@ Found = tuple[dict[str, dict[str, Estimate]], dict[str, Estimate], Any]
 
 
 def relative(run: Numbers, sample: Sample) -> Estimate:
-    """A ratio of means as a ratio: no effect is 1."""
-    return replace(run.number(sample), unit="x")
+    """A ratio of means as a ratio: no effect is 1, and p that of the means' paired difference."""
+    found = replace(run.number(sample), unit="x")
+    if not found.n or sample.parts is None or sample.weights is None:
+        return found
+    whole = np.where(np.isfinite(sample.parts), sample.weights, np.nan)
+    return replace(found, p=run.less(Sample(sample.parts), Sample(whole)).p)

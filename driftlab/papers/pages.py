@@ -385,7 +385,8 @@ class Paper:
             manifest = tables.manifest
             done = tables.cells[tables.cells["status"] == "done"]
             stages = [s.get("seconds", 0.0) for s in (manifest.get("stages") or {}).values()]
-            prompts = len(tables.prompts["prompt"].unique())
+            measured = tables.prompts[tables.prompts["n_anchors"] > 0]
+            prompts = len(measured["prompt"].unique())
             rows.append(
                 [
                     name,
