@@ -243,7 +243,11 @@ class _Case:
                 notes=notes,
             )
         own, limits, candidates, winner, rivals = self._candidates()
-        checks.append(drafts(own, drafter, texts))
+        checks.append(useful := drafts(own, drafter, texts))
+        if winner is not None and not useful.ok:
+            better = drafts(winner.score, build(self.subject, winner.reading), texts)
+            if not better.ok:  # the better of two readings that draft nothing says nothing
+                winner, rivals = None, ()
         differs = self._differences()
         checks.append(states_of_training(self.subject, differs))
         notes = (*notes, *differs)
