@@ -10,14 +10,16 @@ import pytest
 import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import pearsonr
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from driftlab.data.features import Batch
 from driftlab.data.text import Text
 from driftlab.engines.align import Alignment, agreement, store_rows
-from driftlab.errors import DataError
+from driftlab.errors import ContractError, DataError
 from driftlab.models.attention import Pattern
 from driftlab.models.hooks import capture
 from driftlab.models.rounding import quantize, rounded
+from driftlab.models.target import Target
 
 SIZE = 12
 
@@ -167,3 +169,15 @@ def test_embedding_head_and_norms_stay() -> None:
     before, after = pairs.states(plain, tokens), pairs.states(made, tokens)
     error = (after - before).norm() / before.norm()
     assert 0.01 < float(error) < 1
+
+
+def test_experts_in_one_piece_are_not_passed_over() -> None:
+    """They are most of the weights: what is left would be called int4 and is hardly rounded."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, max_position_embeddings=64))
+    experts = Target.from_model(model, name="x", eos_ids=())
+    before = experts.fingerprint
+    with pytest.raises(ContractError, match=r"experts in one piece.*mlp\.experts"):
+        quantize(experts, "int4")
+    assert Target.from_model(model, name="x", eos_ids=()).fingerprint == before

@@ -29,8 +29,15 @@ def quantize(target: Target, kind: str) -> Target:
 
     Raises
     ------
-    ContractError: the blocks hold no linear layer.
+    ContractError: the blocks hold no linear layer, or experts' matrices in one piece.
     """
+    stacked = [name for name, p in target._blocks.named_parameters() if p.dim() > 2]
+    if stacked:  # most of such a model's weights, and no linear layers of their own
+        raise ContractError(
+            f"{target.name} keeps the matrices of its experts in one piece, which are not rounded",
+            got=", ".join(stacked[:3]),
+            remedy="Leave quantize out for a mixture of experts.",
+        )
     head = target.head_weight.data_ptr()
     linears = [
         m
