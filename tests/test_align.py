@@ -173,9 +173,12 @@ def test_embedding_head_and_norms_stay() -> None:
 
 def test_experts_in_one_piece_are_not_passed_over() -> None:
     """They are most of the weights: what is left would be called int4 and is hardly rounded."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, max_position_embeddings=64))
+    sizes = MixtralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = MixtralForCausalLM(sizes)
     experts = Target.from_model(model, name="x", eos_ids=())
     before = experts.fingerprint
     with pytest.raises(ContractError, match=r"experts in one piece.*mlp\.experts"):
