@@ -636,7 +636,7 @@ def test_a_loop_is_left_out_of_the_condition_that_it_is_in() -> None:
     own = "bare on sampled text (temperature 1) of its own, 2 prompts, 1 looping text left out"
     assert f"; {own}" in piece.basis
     (told,) = (a for a in answers(looping) if a.question.startswith("What does bare leave"))
-    assert told.basis.endswith("left out; paired over 2 prompts")
+    assert told.basis.endswith("left out; paired over 2 prompts x 1 seed")
     page = " ".join(_texts(looping).split())
     assert "texts loop. Looping text" in page and f"{prompt} (sampled, bare)" in page
     row = _headline(looping, TextKind("sampled", 1.0), "x")

@@ -125,6 +125,8 @@ def test_a_condition_or_contrast_that_says_nothing_is_refused(override: str, sai
         read_experiment(MICRO, (override,))
 
 
+COOL = 'applied.conditions=[{{name="cool", temperature=0.5, {}}}]'
+LEFT_OUT = "condition cool is measured on none.pre_norm, not on feedback post_norm"
 PRIMARY = {"measure": "forced accuracy", "factor": "feedback", "levels": ["pre_norm", "post_norm"]}
 
 
@@ -142,6 +144,12 @@ PRIMARY = {"measure": "forced accuracy", "factor": "feedback", "levels": ["pre_n
         ({"measure": "accepted drafts", "depth": 8}, (), "a length has no depth, and depth 8"),
         ({"measure": "share of own length"}, (), "names no condition"),
         ({}, ('measure.modes=["free"]',), "no forced chains are measured"),
+        ({"at": {"condition": "cool"}}, (COOL.format('variants=["none+pre_norm"]'),), LEFT_OUT),
+        (
+            {"factor": "condition", "levels": ["", "cool"], "at": {"feedback": "post_norm"}},
+            (COOL.format("writes=false"), 'applied.variants=["none+pre_norm"]'),
+            LEFT_OUT,
+        ),
     ],
 )
 def test_a_comparison_that_no_run_could_answer_is_refused(

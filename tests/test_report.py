@@ -21,6 +21,7 @@ from driftlab.results import answers as answers_room
 from driftlab.results import figures
 from driftlab.results.answers import basis, effects, registered_answers, summary
 from driftlab.results.drawing import FigureSpec
+from driftlab.results.hints import hints
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.report import Answer, _texts, answers, summary_table, write_report
 from driftlab.results.slices import TextKind, take
@@ -164,6 +165,15 @@ def test_a_target_without_a_sink_is_said_plainly(tables: Tables) -> None:
     assert answers(some)[-1].sentence.startswith("A drafter here sees a window of keys only")
     assert figures.sink_data(some)["even"].isna().all()
     assert figures.sink_data(even)["even"].notna().all()
+    # Where no position counts as one, 0 is no measured mass.
+    auto = replace(even, manifest={"config": {"measure": {"sink": "auto"}}}, cache={})
+    pairs = auto.depths[["cell", "prompt"]].drop_duplicates()
+    assert not hints(auto)
+    other = auto.depths["prompt"] != pairs["prompt"].iloc[0]
+    unmarked = with_columns(auto, sink=auto.depths["sink"].where(other, 0))
+    (said,) = hints(unmarked)
+    share = f"{(pairs['prompt'] == pairs['prompt'].iloc[0]).sum()} of {len(pairs)} pairs"
+    assert share in said and "no position counts as sink" in said
     # The rule counts the keys of an explicit sink set.
     config = {"config": {"measure": {"sink": [0, 1], "bootstrap": 99}}}
     two = replace(uneven, manifest=config, cache={})

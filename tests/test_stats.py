@@ -205,6 +205,15 @@ def test_a_seed_without_data_is_not_drawn() -> None:
     assert low[1] < value[1] < high[1]
 
 
+def test_prompts_of_a_seed_that_is_left_out_are_not_counted() -> None:
+    values = RNG(9).normal(0, 1, (2, 6))
+    values[0, 4:] = np.nan  # seed 0 has prompts 0 to 3, seed 1 all
+    chances = np.ones((2, 6))
+    chances[1] = 0
+    found = estimate([Sample(values, np.ones((2, 6))), Sample(values + 1, chances)], (1, -1))
+    assert (found.n, found.seeds, found.value) == (4, 1, pytest.approx(-1))
+
+
 @pytest.mark.parametrize("n_seeds", [1, 3])
 def test_constant_data_has_a_point_interval_and_no_warning(n_seeds: int) -> None:
     constant = Sample(np.full((n_seeds, 8), 0.1) + 0.2)
@@ -447,6 +456,7 @@ def test_seeds_that_agree_are_counted() -> None:
     assert Estimate(0.2, 0, 1, 9, by_seed=(0.1, 0.3, -0.1)).signs == "2 of 3 seeds agree in sign"
     assert Estimate(2, 1, 3, 9, "x", by_seed=(1.1, 3.0, 0.9)).signs == "2 of 3 seeds agree in sign"
     assert Estimate(2, 1, 3, 9).signs == "no seeds"
+    assert Estimate(0, -1, 1, 9, by_seed=(0.0, 0.0)).signs == "no sign to agree in"
 
 
 def test_power_is_put_in_words() -> None:

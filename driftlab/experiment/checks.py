@@ -8,6 +8,7 @@ from __future__ import annotations
 from driftlab.analysis.interventions import from_settings
 from driftlab.config import Contrast, Experiment, Feedback, FusionNorm, Level, Residual
 from driftlab.errors import ConfigError
+from driftlab.experiment.plan import variants
 
 _WORDS: dict[str, tuple[Level, ...]] = {
     "fusion_norm": tuple(n for n in FusionNorm if n is not FusionNorm.concat_per_layer),
@@ -87,10 +88,36 @@ def _fault(experiment: Experiment, contrast: Contrast) -> str | None:
                 return f"{factor} has no level {level!r}, only {there}"
         elif isinstance(level, bool | str) or level < 0:
             return f"{factor} has no level {level!r}: it is a number"
+    if fault := _left_out(experiment, contrast):
+        return fault
     if contrast.measure == "share of own length":
         held = contrast.at.get("condition")
         if contrast.factor != "condition" and not held:
             return "at names no condition to take the share under"
+    return None
+
+
+def _left_out(experiment: Experiment, contrast: Contrast) -> str | None:
+    """A level that this run trains and measures, but not under a condition that is named."""
+    applied = experiment.applied
+    if applied is None or applied.drafters:
+        return None  # what another run trained is known when it is read
+    trained = variants(experiment)
+    named = _named(contrast)
+    for condition in applied.conditions:
+        if ("condition", condition.name) not in named:
+            continue
+        kept = [
+            v
+            for v in trained
+            if v.name in (applied.variants or [v.name])
+            and v.name in (condition.variants or [v.name])
+        ]
+        for factor, level in named:
+            has = {v.name for v in trained if factor != "condition" and getattr(v, factor) == level}
+            if has and has.isdisjoint(v.name for v in kept):
+                names = ", ".join(v.name for v in kept)
+                return f"condition {condition.name} is measured on {names}, not on {factor} {level}"
     return None
 
 

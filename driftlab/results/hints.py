@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driftlab.results.records import Tables
-from driftlab.results.slices import TextKind, text_kinds
+from driftlab.results.slices import TextKind, setting, text_kinds
 
 ROUNDS = 50
 """So many rounds without one accepted draft are no accident."""
@@ -37,13 +37,20 @@ def all_loop(kind: TextKind, texts: int) -> str:
 
 
 def hints(tables: Tables) -> list[str]:
-    """One line for each kind of text that loops throughout, and for each unchanged drafter whose
-    free chains never had a draft accepted."""
+    """One line for each kind of text that loops throughout, for texts in which no position counts
+    as sink, and for each unchanged drafter whose free chains never had a draft accepted."""
     found = []
     for kind in text_kinds(tables) if len(tables.prompts) else ():
         texts = tables.prompts[tables.prompts["text"].astype(str) == kind.text]
         if len(texts) and texts["loops"].all():
             found.append(all_loop(kind, len(texts)))
+    if setting(tables, "config", "measure", "sink") == "auto":
+        mass = tables.depths[tables.depths["depth"] == 1].groupby(["cell", "prompt"])["sink"].max()
+        if none := int((mass == 0).sum()):
+            found.append(
+                f'measure.sink = "auto": for {none} of {len(mass)} pairs of drafter and text no '
+                "position counts as sink, and their mass on it is 0"
+            )
     plain = set(tables.cells.loc[tables.cells["condition"] == "", "cell"])
     depths = tables.depths
     first = depths[(depths["mode"] == "free") & (depths["depth"] == 1)]

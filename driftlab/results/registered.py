@@ -11,7 +11,7 @@ from driftlab.config import Analysis, Contrast, Factor
 from driftlab.results.quantities import own_share
 from driftlab.results.records import Tables
 from driftlab.results.slices import Group, Mode, Slice, TextKind, modes, setting, take
-from driftlab.results.stats import Estimate, Sample, count_prompts, estimate, holm, not_available
+from driftlab.results.stats import Estimate, Sample, count, estimate, holm, not_available
 
 FACTORS: tuple[str, ...] = get_args(Factor)
 
@@ -108,7 +108,7 @@ def _compare(
         resamples=draws,
         over_prompts=True,
     )
-    over = f"{over}; paired over {count_prompts(effect.n)}"
+    over = f"{over}; paired over {count(effect.n, effect.seeds)}"
     return level(*nothing, *weights), level(*weights, *nothing), effect, over
 
 

@@ -67,7 +67,8 @@ class Estimate:
         """How many seeds lie on the same side of :attr:`null` as the value."""
         if not self.by_seed:
             return "no seeds"
-        side = np.sign(self.value - self.null)
+        if not (side := np.sign(self.value - self.null)):
+            return "no sign to agree in"
         same = sum(np.sign(v - self.null) == side for v in self.by_seed)
         return f"{same} of {len(self.by_seed)} seeds agree in sign"
 
@@ -178,10 +179,9 @@ def estimate(
         raise DataError(f"{len(samples)} samples need as many coefficients", got=len(coefficients))
     unit = "x" if ratio else unit
     weighted, weights, present = _paired(samples)
-    used = present.any(axis=0)
-    weighted, weights, present = weighted[:, :, used], weights[:, :, used], present[:, used]
     with_data = _seeds_with_data(samples, weights, present)
-    weighted, weights = weighted[:, with_data], weights[:, with_data]
+    used = present[with_data].any(axis=0)  # a prompt of other seeds alone is in no number here
+    weighted, weights = weighted[:, with_data][:, :, used], weights[:, with_data][:, :, used]
     n_seeds, n = weights.shape[1:]
     if not n or not n_seeds:
         return not_available("nothing to average", unit)
