@@ -397,7 +397,10 @@ def bench(
         return
     from driftlab.bench import machine, run
 
-    peers = dict(_named(word) for word in peer or ())
+    named = [_named(word) for word in peer or ()]
+    peers = dict(named)
+    if len(peers) < len(named):
+        raise ConfigError("--peer gives one name to two commands", got=", ".join(peer or ()))
     if out is not None:
         bench_rows.stored(out)  # what cannot be added to is said before minutes of measuring
     done: list[bench_rows.Row] = []

@@ -470,6 +470,8 @@ class Lab:
             )
         except ValidationError as error:
             raise ConfigError(first_fault(error), got=error.errors()[0]["input"]) from None
+        if depth >= max_new_tokens:  # said before the target writes: no text could be long enough
+            raise _too_short(depth)
         temperatures = _temperatures(temperature, seed)
         found = self._measured(prompts, rendering, max_new_tokens, limit)
         longest = max((len(source.tokens) for source in found), default=0) + max_new_tokens
@@ -665,10 +667,7 @@ class Lab:
         """Prompt and rows by table of every text, in the order of their keys."""
         texts = features.texts
         if not any(len(measurable_anchors(text, spec)) for text in texts):
-            raise DataError(
-                f"no text has {spec.depth} tokens after a first generated one",
-                remedy="Raise max_new_tokens or lower depth.",
-            )
+            raise _too_short(spec.depth)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
         made: dict[int, list[tuple[str, dict[str, Any]]]] = {}
         self._replaced.clear()
@@ -752,6 +751,13 @@ def _tables(
             if name == "steps":
                 found["depths"].append(reduce_steps(found["steps"][-1], where))
     return {n: tables or [SCHEMAS[n].empty_table()] for n, tables in found.items()}
+
+
+def _too_short(depth: int) -> DataError:
+    return DataError(
+        f"no text has {depth} tokens after a first generated one",
+        remedy="Ask for more new tokens, or lower the depth.",
+    )
 
 
 def _check_counts(**counts: Any) -> None:

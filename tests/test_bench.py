@@ -241,6 +241,8 @@ def test_peers_that_no_stage_asks_are_refused() -> None:
     given: dict[str, Any] = {"smoke": True, "repeats": 1, "stored": None, "say": print}
     with pytest.raises(ConfigError, match=r"stage training, .* .got nobody and the stages records"):
         next(run(stages, peers={"nobody": "false"}, **given))
+    twice = CliRunner().invoke(app, ["bench", "--peer", "a=x", "--peer", "a=y"])
+    assert isinstance(twice.exception, ConfigError) and "one name" in twice.exception.cause
 
 
 def test_a_stored_run_that_is_not_there_or_that_no_stage_asks_is_refused() -> None:

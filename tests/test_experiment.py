@@ -539,7 +539,7 @@ def test_a_full_disk_loses_nothing(out: Path, patch: pytest.MonkeyPatch, what: s
     [
         (("target.boundaries=[0, 9]",), ContractError, "boundary 9 is outside 0..2"),
         (("text.max_new_tokens=5000",), ConfigError, "leave no room for a prompt"),
-        (("measure.depth=40",), DataError, "no measured text has 40 tokens"),
+        (("measure.depth=24",), ConfigError, "needs texts of 25 new tokens .got 24 at most"),
         (("text.measure_prompts=held-out",), ConfigError, "no tokenizer"),
         (("drafter.draft_vocab_size=9000",), ConfigError, "9000 exceeds vocab_size 215"),
         (("drafter.num_heads=3",), ConfigError, "not a multiple of num_kv_heads"),

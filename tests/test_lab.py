@@ -299,7 +299,7 @@ def test_another_rendering_is_an_applied_change(lab: Lab) -> None:
         ({"temperature": -1.0}, ConfigError, "temperature"),
         ({"depth": 0}, ConfigError, "depth"),
         ({"modes": ("guided",)}, ConfigError, "modes"),
-        ({"depth": 12}, DataError, "Raise max_new_tokens"),
+        ({"depth": 12}, DataError, "Ask for more new tokens"),
         ({"temperature": float("nan")}, ConfigError, "finite"),
         ({"temperature": 1e-40}, ConfigError, "from 0.0001 on"),
         ({"temperature": True}, ConfigError, "finite"),

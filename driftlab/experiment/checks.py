@@ -22,6 +22,7 @@ _LENGTHS = ("accepted drafts", "share of own length")
 def check_experiment(experiment: Experiment) -> None:
     """Raise ConfigError for two names of one thing, a setting without an effect, or a comparison
     that no run could answer."""
+    _check_depth(experiment)
     _check_steps(experiment)
     _check_alignment(experiment)
     _check_conditions(experiment)
@@ -119,6 +120,17 @@ def _left_out(experiment: Experiment, contrast: Contrast) -> str | None:
                 names = ", ".join(v.name for v in kept)
                 return f"condition {condition.name} is measured on {names}, not on {factor} {level}"
     return None
+
+
+def _check_depth(experiment: Experiment) -> None:
+    text, depth = experiment.text, experiment.measure.depth
+    new = text.measure_new_tokens or text.max_new_tokens
+    if depth >= new:  # a chain reads the first new token and is held against those after it
+        raise ConfigError(
+            f"measure.depth = {depth} needs texts of {depth + 1} new tokens",
+            got=f"{new} at most",
+            remedy="Raise text.max_new_tokens or text.measure_new_tokens, or lower measure.depth.",
+        )
 
 
 def _check_steps(experiment: Experiment) -> None:
