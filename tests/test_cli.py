@@ -360,7 +360,7 @@ def test_doctor_ends_with_what_it_found(
         (["bad.toml"], "bad.toml is not a TOML file"),
         (["bad.toml", "--suite", "micro"], "an experiment file and a suite are named"),
         (["."], ". is no regular file (got a folder)"),
-        (["--out", "bad.toml/x"], "bad.toml/x"),
+        (["--out", "bad.toml/x"], "bad.toml is a file"),
         (["--out", "bad.toml"], "bad.toml is a file"),
         (["--out", "texts"], "texts holds files that are no run (got notes.txt)"),
         (["--out", "done"], "done already holds another run"),

@@ -139,6 +139,10 @@ def test_given_texts_that_the_limit_leaves_out_are_counted(
     spec = spec.model_copy(update={"text": spec.text.model_copy(update=given)})
     said = run_experiment(spec, out, quiet=True).manifest["warnings"]
     assert f"4 of 6 texts of {tmp_path}/given.jsonl are not learned from" in said[0]
+    patch.setattr(plan, "write_corpus", forbidden)
+    gone = spec.model_copy(update={"text": spec.text.model_copy(update={"given": "gone.jsonl"})})
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such"):
+        run_experiment(gone, out.with_name("gone"), quiet=True)
 
 
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])

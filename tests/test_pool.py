@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pool_jobs
 import pytest
+from huggingface_hub import constants
 from tqdm.utils import envwrap
 
 from driftlab.engines.pool import run_jobs, understood
@@ -141,12 +143,19 @@ def test_foreign_errors_become_ours(error: Exception, kind: type, said: str) -> 
     assert "\n" not in found.cause
 
 
-def test_a_progress_bar_that_the_environment_spoils_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("variable", "importing"),
+    [
+        ("TQDM_MININTERVAL", lambda: envwrap("TQDM")(lambda mininterval=0.1: None)),
+        ("HF_HUB_ETAG_TIMEOUT", lambda: importlib.reload(constants)),
+    ],
+)
+def test_a_variable_that_a_library_cannot_use_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, importing: Callable[[], object]
 ) -> None:
-    monkeypatch.setenv("TQDM_MININTERVAL", "abc")
+    monkeypatch.setenv(variable, "abc")
     with pytest.raises(ValueError, match="abc") as raised:
-        envwrap("TQDM")(lambda mininterval=0.1: None)  # as tqdm does when it is imported
+        importing()
     found = understood(raised.value)
     assert type(found) is ConfigError
-    assert "TQDM_MININTERVAL=abc" in found.cause and "Unset TQDM_MININTERVAL" in found.remedy
+    assert variable in found.cause and "'abc'" in found.cause

@@ -321,8 +321,9 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no run.*thesis\.tex"):
         RunDirectory.create(tmp_path, MANIFEST)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(RunError, match="is a file"):
-        RunDirectory.create(tmp_path / "thesis.tex", MANIFEST)
+    for path in (tmp_path / "thesis.tex", tmp_path / "thesis.tex" / "run"):
+        with pytest.raises(RunError, match=r"thesis\.tex is a file"):
+            RunDirectory.create(path, MANIFEST)
     with pytest.raises(RunError, match="holds no run"):
         RunDirectory.open(tmp_path)
 

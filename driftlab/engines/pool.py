@@ -126,13 +126,11 @@ def understood(error: BaseException) -> DriftlabError:
             remedy="Check the path and its permissions.",
         )
     frames = traceback.extract_tb(error.__traceback__)
-    # tqdm takes its defaults from the environment, the first time when it is imported.
-    bars = {name: value for name, value in os.environ.items() if name.startswith("TQDM_")}
-    if bars and frames and "tqdm" in Path(frames[-1].filename).parts:
+    if frames and (variables := _variables_of(Path(frames[-1].filename))):
         return ConfigError(
-            "no progress bar can be drawn as the environment says",
-            got=f"{', '.join(f'{n}={v}' for n, v in bars.items())}: {first_line(error)}",
-            remedy=f"Unset {' and '.join(bars)}, or correct it.",
+            "a library cannot use what the environment holds for it",
+            got=f"{first_line(error)}, of {', '.join(variables)}",  # no values: one may be a token
+            remedy="Correct that variable, or unset it.",
         )
     ours = [f for f in frames if "driftlab" in Path(f.filename).parts] or frames
     place = f" in {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
@@ -141,6 +139,17 @@ def understood(error: BaseException) -> DriftlabError:
         got=f"{type(error).__name__}: {first_line(error)}",
         remedy="Please report this line. DRIFTLAB_TRACEBACK=1 shows where it comes from.",
     )
+
+
+def _variables_of(code: Path) -> list[str]:
+    """Variables that are set, of those that ``code`` takes numbers from, mostly when imported."""
+    if "tqdm" in code.parts:
+        prefix = "TQDM_"
+    elif "huggingface_hub" in code.parts and code.name == "constants.py":
+        prefix = "HF_"
+    else:
+        return []
+    return sorted(name for name in os.environ if name.startswith(prefix))
 
 
 def _start() -> tuple[SpawnProcess, Connection]:

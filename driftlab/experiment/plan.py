@@ -41,6 +41,7 @@ from driftlab.engines.probe import measurable_anchors
 from driftlab.engines.train import choose_vocabulary, hold_back, supervised_share
 from driftlab.errors import ConfigError, DataError, first_fault
 from driftlab.experiment.texts import (
+    MICRO,
     RENDERING,
     find_prompts,
     open_target,
@@ -132,6 +133,16 @@ class Plan:
                 got=max(experiment.text.max_new_tokens, longest),
                 remedy="Lower text.max_new_tokens and text.measure_new_tokens.",
             )
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Raise DataError for prompts that cannot be read, now and not after texts are written."""
+        spec, applied = self.experiment.text, self.experiment.applied
+        trains = applied is None or not applied.drafters
+        learned = (spec.train_prompts, spec.given) if trains else ()
+        for name in (spec.measure_prompts, *learned):
+            if name not in (None, MICRO) and self.target.tokenizer is not None:
+                load_prompts(name)
 
     def _label(self, text: str) -> str:
         return "" if self.quiet else text

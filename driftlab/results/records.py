@@ -534,9 +534,10 @@ def _check_columns(path: Path, name: str) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise RunError when ``path`` is a file, or a folder with other things than a run."""
-    if path.exists() and not path.is_dir():
-        raise RunError(f"{path} is a file", remedy="Give the path of a folder for the run.")
+    """Raise RunError when ``path`` is or lies under a file, or holds other things than a run."""
+    above = next((p for p in (path, *path.parents) if p.exists()), path)
+    if above.exists() and not above.is_dir():
+        raise RunError(f"{above} is a file", remedy="Give the path of a folder for the run.")
     if not path.is_dir() or (path / "manifest.json").exists():
         return
     foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS and p.name[0] != ".")

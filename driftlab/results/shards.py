@@ -82,7 +82,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
             raise RunError(
                 f"{path.parent} cannot be a folder",
-                got=f"{error.filename or path.parent} is a file",
+                got=f"{next((p for p in path.parents if p.exists()), path.parent)} is a file",
                 remedy="Remove that file, or give another folder.",
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
