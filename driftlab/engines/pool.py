@@ -36,6 +36,12 @@ Job = TypeVar("Job")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LUMP = 0.2  # seconds between two messages of progress: one for each small step would cost more
+_TAKEN = (  # a library, the end of its file's name, and how the variables begin that it reads
+    ("tqdm", "", "TQDM_"),
+    ("huggingface_hub", "constants.py", "HF_"),
+    ("torch", "_internal.py", "TORCH_LOGS"),
+    ("torch", "_state.py", "PYTORCH_JIT"),
+)
 _PATIENCE = 1.0  # seconds that a worker gets to end before it is killed
 
 
@@ -129,7 +135,7 @@ def understood(error: BaseException) -> DriftlabError:
     if frames and (variables := _variables_of(Path(frames[-1].filename))):
         return ConfigError(
             "a library cannot use what the environment holds for it",
-            got=f"{first_line(error)}, of {', '.join(variables)}",  # no values: one may be a token
+            got=f"{first_line(error)}; set: {', '.join(variables)}",  # no values: one may be a token
             remedy="Correct that variable, or unset it.",
         )
     ours = [f for f in frames if "driftlab" in Path(f.filename).parts] or frames
@@ -142,14 +148,13 @@ def understood(error: BaseException) -> DriftlabError:
 
 
 def _variables_of(code: Path) -> list[str]:
-    """Variables that are set, of those that ``code`` takes numbers from, mostly when imported."""
-    if "tqdm" in code.parts:
-        prefix = "TQDM_"
-    elif "huggingface_hub" in code.parts and code.name == "constants.py":
-        prefix = "HF_"
-    else:
-        return []
-    return sorted(name for name in os.environ if name.startswith(prefix))
+    """Variables that are set, of those that ``code`` takes settings from, mostly when imported."""
+    prefixes = tuple(
+        prefix
+        for package, file, prefix in _TAKEN
+        if package in code.parts and code.name.endswith(file)
+    )
+    return sorted(name for name in os.environ if prefixes and name.startswith(prefixes))
 
 
 def _start() -> tuple[SpawnProcess, Connection]:
