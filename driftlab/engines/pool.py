@@ -135,7 +135,7 @@ def understood(error: BaseException) -> DriftlabError:
     if frames and (variables := _variables_of(Path(frames[-1].filename))):
         return ConfigError(
             "a library cannot use what the environment holds for it",
-            got=f"{first_line(error)}; set: {', '.join(variables)}",  # no values: one may be a token
+            got=f"{first_line(error)}; set: {', '.join(variables)}",  # a value may be a token
             remedy="Correct that variable, or unset it.",
         )
     ours = [f for f in frames if "driftlab" in Path(f.filename).parts] or frames
