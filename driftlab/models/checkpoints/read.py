@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import warnings
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -211,9 +210,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; of a name that stands twice the reader would take the last in silence."""
     found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-        raise ValueError(f"{twice!r} stands twice in one object")
+    for name, value in pairs if len(found) < len(pairs) else ():
+        if value != found[name]:
+            raise ValueError(f"{name!r} stands twice in one object, as {value!r:.40} and otherwise")
     return found
 
 
