@@ -137,7 +137,8 @@ def test_given_texts_that_the_limit_leaves_out_are_counted(
     spec = small.spec("text.train_tokens=60", f"text.measure_prompts={tmp_path}/given.jsonl")
     given = {"given": f"{tmp_path}/given.jsonl", "train_prompts": None}
     spec = spec.model_copy(update={"text": spec.text.model_copy(update=given)})
-    said = run_experiment(spec, out, quiet=True).manifest["warnings"]
+    kept = tmp_path / "cache"  # the shared one holds the suite's own texts
+    said = run_experiment(spec, out, cache=kept, quiet=True).manifest["warnings"]
     assert f"4 of 6 texts of {tmp_path}/given.jsonl are not learned from" in said[0]
     patch.setattr(plan, "write_corpus", forbidden)
     gone = spec.model_copy(update={"text": spec.text.model_copy(update={"given": "gone.jsonl"})})
