@@ -31,6 +31,7 @@ from driftlab.results.stats import (
     Estimate,
     Factorial,
     Sample,
+    count,
     estimate,
     factorial,
     holm,
@@ -371,9 +372,8 @@ def _applied(tables: Tables, kind: TextKind | None) -> list[Answer]:
         sentence = f"{whose}: share of the drafter's own accepted drafts that is left: {said}."
         question = f"What does {condition} leave of a drafter's own length?"
         shares = {members[name].label: e for name, e in left.items()}
-        sizes = " or ".join(dict.fromkeys(str(e.n) for e in left.values()))
-        over = piece.basis_of(members.values())
-        over += f"; paired over {sizes} prompt{'s' * (sizes != '1')}"
+        sizes = " or ".join(dict.fromkeys(count(e.n, e.seeds) for e in left.values()))
+        over = f"{piece.basis_of(members.values())}; paired over {sizes}"
         out.append(Answer(question, sentence, shares, over))
     return out
 
