@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -544,17 +545,35 @@ def test_runs_made_anew_are_not_merged_into_the_old_rows() -> None:
     manifest = (merged / "manifest.json").read_bytes()
     with pytest.raises(RunError, match=r"runs of other models or texts .got changed since: target"):
         merge(retargeted, merged)
-    mended = copied("mended", "anew")
-    shard = next((mended / "shards").rglob("*.shard"))
+    shard = next((merged / "shards").rglob("*.shard"))
+    kept = shard.read_bytes()
     shard.write_bytes((small.home() / "done" / "rows" / "prompts.shard").read_bytes())
     with pytest.raises(RunError, match=r"other rows .got shards/.*now differs") as error:
-        merge([small.home() / "done", mended], merged)
+        merge([small.home() / "done", other], merged)
     assert error.value.remedy
-    shard.unlink()
+    shard.write_bytes(kept)
+    shutil.copy(shard, stray := shard.with_stem("stray"))
     with pytest.raises(RunError, match=r"other rows .got shards/.*none of the runs holds"):
-        merge([small.home() / "done", mended], merged)
+        merge([small.home() / "done", other], merged)
+    stray.unlink()
     assert (merged / "manifest.json").read_bytes() == manifest
     assert small.contents(merged) == before
+
+
+@pytest.mark.parametrize("lost", ["shards/*/*.shard", "rows/cells/*.shard", "rows/prompts.shard"])
+def test_a_run_that_lacks_pieces_is_not_merged(lost: str) -> None:
+    """Its tables are whole: what is merged comes of its pieces."""
+    other = small.home() / "of seed 1"
+    run_experiment(small.spec("seeds=[1]"), other, quiet=True)
+    part = copied(f"lacks {Path(lost).parent.name}", "done")
+    piece = next(part.glob(lost))
+    piece.write_bytes(piece.read_bytes()[:-1])
+    with pytest.raises(RunError, match=f"of {re.escape(str(part))} are damaged"):
+        merge([part, other], small.home() / "never")
+    piece.unlink()
+    with pytest.raises(RunError, match=f"pieces of {re.escape(str(part))} are not those"):
+        merge([part, other], small.home() / "never")
+    assert not (small.home() / "never").exists()
 
 
 def test_a_merged_run_says_what_its_parts_say() -> None:

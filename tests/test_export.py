@@ -80,7 +80,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "both norms": ({"fusion_norm": "concat_per_layer"}, {"vllm", "driftlab"}),
     "normed residual": ({"residual": "normed"}, MANY),
     "full vocabulary": ({"draft_vocab_size": V}, set(LAYOUTS)),
-    "five states": ({"boundaries": (1, 3, 5, 7, 10)}, MANY | {"sglang"}),
+    "five states": ({"boundaries": (1, 3, 5, 7, 9)}, MANY | {"sglang"}),
     "one state": ({"boundaries": (6,)}, MANY),
     "embeddings": ({"boundaries": (0, 5, 7)}, MANY),
     "no states": ({"boundaries": ()}, {"vllm", "driftlab"}),
@@ -250,6 +250,8 @@ def test_what_sglang_reads(tmp_path: Path) -> None:
     assert config["eagle_config"][IDS] == [2, 4, 6] and IDS not in config
     assert "midlayer.hidden_norm.weight" in tensors
     assert config["rope_scaling"] is None and config["rope_theta"] == 10000.0
+    with pytest.raises(CheckpointError, match="after the last block, which it never captures"):
+        written(tmp_path / "c", "sglang", boundaries=(3, 5, TARGET.n_layers))
     # Its default needs no ids, and so no version reads them another way.
     config, _ = written(tmp_path / "b", "sglang")
     assert IDS not in config["eagle_config"]

@@ -241,7 +241,7 @@ def test_effects_say_which_seeds_they_are_of(tables: Tables) -> None:
     assert "prompts x 1 to 2 seeds; " in sink.caption(sink.data(some, None))
     assert basis(some).endswith("where there are several, percentile, and BCa for one seed")
     split = replace(tables, cells=tables.cells[(fusion == "per_layer") != (seed == 1)], cache={})
-    assert "x 1 seed; " in basis(split)
+    assert "x 1 seed each, not the same; " in basis(split)
     assert basis(split).endswith("over prompts, BCa (percentile where that has none)")
 
 

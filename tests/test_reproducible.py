@@ -57,6 +57,7 @@ def test_from_scratch_the_same_bytes(folder: Path) -> None:
     text = (folder / "run" / "steps.parquet").read_bytes()
     again._role = "owner"
     again.update_manifest(tables={**stored["tables"], "steps": {"sha256": str(len(text))}})
+    assert "not finished, and has no tables" in verdict({**stored, "tables": {}}, again)
     assert "4 of 5 tables equal the first run's byte for byte; others: steps." in verdict(
         stored, again
     )

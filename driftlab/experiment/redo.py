@@ -129,6 +129,8 @@ def verdict(stored: Mapping[str, Any], run: RunDirectory, kept: int = 0) -> str:
     """Which tables and inputs are what the manifest says, and how many cells, ``kept``, were
     there before and so were not made again."""
     made, told = run.manifest, []
+    if not stored.get("tables"):
+        return "it was not finished, and has no tables to compare with."
     for kind in ("inputs", "tables"):
         old, new = stored.get(kind) or {}, made.get(kind) or {}
         # The cells' table holds wall times.

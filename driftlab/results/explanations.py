@@ -41,11 +41,10 @@ from driftlab.results.shards import (
     safe_name,
     write_shard,
 )
-from driftlab.results.slices import Group, groups, resamples, seeds_of_a_group
+from driftlab.results.slices import Group, groups, resamples, sample_size, seeds_of_a_group
 from driftlab.results.stats import (
     Estimate,
     Sample,
-    count,
     count_prompts,
     estimate,
     factorial,
@@ -281,15 +280,13 @@ class Explained:
         """Which rows the numbers come from, in words."""
         texts = "text" if self.left_out == 1 else "texts"
         left = f"; {self.left_out} looping {texts} left out" if self.left_out else ""
-        fewest, most = seeds_of_a_group(self._place.values())
+        _, most = seeds_of_a_group(self._place.values())
         one = "; one seed: training noise not counted" if most == 1 else ""
         each = self.table.groupby("measure")["n"].max()
         least, anchors = int(each.min()), int(each.max())
         size = f"{least} to {anchors}" if least < anchors else f"{anchors}"
-        return (
-            f"forced chains on {self.text}, {count(len(self.prompts), most, fewest)}, "
-            f"{size} anchors a text at most{left}{one}"
-        )
+        units = sample_size(len(self.prompts), self._place.values())
+        return f"forced chains on {self.text}, {units}, {size} anchors a text at most{left}{one}"
 
     def parts(self, measure: str) -> tuple[str, ...]:
         """Parts of ``measure``: layers by number, regions in the order of the schema."""

@@ -62,9 +62,9 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
 
     Raises
     ------
-    RunError: fewer than two runs, one is not finished or is a probe's, they differ otherwise (it is
-        said in what) or registered other comparisons, hold the same cell, or ``out`` holds another
-        run, or files that these runs do not hold.
+    RunError: fewer than two runs, one is not finished, lacks pieces or is a probe's, they differ
+        otherwise (it is said in what) or registered other comparisons, hold the same cell, or
+        ``out`` holds another run, or files that these runs do not hold.
     """
     found = [RunDirectory.open(path) for path in runs]
     if len(found) < 2:
@@ -88,6 +88,8 @@ def merge(runs: Sequence[str | Path], out: str | Path) -> RunDirectory:
                     remedy="Run it again until every cell is done.",
                 )
             owners[row["cell"]] = run.path
+    for run in found:
+        run.refuse_incomplete()
     out = Path(out)
     merged = _union(experiments, _name(out))
     first = manifests[0]

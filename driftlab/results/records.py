@@ -22,6 +22,7 @@ import shutil
 import socket
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -357,9 +358,25 @@ class RunDirectory:
             raise RunError(
                 f"{len(damaged)} piece(s) of {self.path} are damaged, or another run's",
                 got=names,
-                remedy="Run the same command again: they are made anew. Delete what stays.",
+                remedy="Run the command that made it again: they are made anew. Delete what stays.",
             )
         return sorted(found, key=lambda shard: shard.key)
+
+    def refuse_incomplete(self) -> None:
+        """Raise RunError when the pieces of this finished run are not all there and whole: another
+        number of rows would come of them than its tables have."""
+        found: Counter[str] = Counter()
+        for folder in ("rows", "shards"):
+            for shard in self._shards(self.path / folder):
+                found.update({name: shard.table(name).num_rows for name in shard.blobs})
+        noted = self.manifest.get("tables") or {}
+        for name, table in noted.items():
+            if found[name] != table["rows"]:
+                raise RunError(
+                    f"the pieces of {self.path} are not those of its tables",
+                    got=f"{found[name]} rows of {name} in place of {table['rows']}",
+                    remedy="Run the command that made it again: what lacks is made anew.",
+                )
 
     # --- manifest -----------------------------------------------------------------------------
 

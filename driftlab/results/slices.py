@@ -319,8 +319,7 @@ class Slice:
         groups = list(groups) or list(self.groups)
         plain = [g for g in groups if not self._has_own(g)] or groups
         size = self._size(plain)
-        fewest, most = self._seeds(plain)
-        words = count(size, most, fewest)
+        words = sample_size(size, self._pairs(plain))
         if self.seeds == (UNKNOWN_SEED,):
             words = f"{count_prompts(size)}, seed unknown"
         said = [f"{self.kind}, {words}", *self.texts[""].faults]
@@ -350,10 +349,10 @@ class Slice:
         """Prompts that ``groups`` have."""
         return len(np.unique(self.positions[2][self._rows(groups)]))
 
-    def _seeds(self, groups: Iterable[Group]) -> tuple[int, int]:
-        """Fewest and most seeds that one of ``groups`` has."""
+    def _pairs(self, groups: Iterable[Group]) -> set[tuple[int, int]]:
+        """(group, seed) of ``groups``, as positions."""
         shown = self._rows(groups)
-        return seeds_of_a_group(zip(*(p[shown].tolist() for p in self.positions[:2]), strict=True))
+        return {*zip(*(p[shown].tolist() for p in self.positions[:2]), strict=True)}
 
     def _rows(self, groups: Iterable[Group]) -> np.ndarray:
         return np.isin(self.positions[0], [self.groups.index(g) for g in groups])
@@ -362,7 +361,7 @@ class Slice:
     def intervals(self) -> tuple[str, str]:
         """What the intervals of :func:`driftlab.results.stats.estimate` draw, and how they are
         made."""
-        fewest, most = self._seeds(self.groups)
+        fewest, most = seeds_of_a_group(self._pairs(self.groups))
         if most == 1:
             return "prompts", ONE_SEED
         if fewest == 1:
@@ -447,6 +446,15 @@ def seeds_of_a_group(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Fewest and most seeds that a group has, of the pairs (group, seed) that are there."""
     each = Counter(group for group, _ in set(pairs)).values()
     return min(each), max(each)
+
+
+def sample_size(prompts: int, pairs: Iterable[tuple[int, int]]) -> str:
+    """``12 prompts x 1 to 3 seeds``, of the pairs (group, seed) that are there; groups that have
+    as many seeds and not the same say so."""
+    pairs = set(pairs)
+    fewest, most = seeds_of_a_group(pairs)
+    unlike = fewest == most < len({seed for _, seed in pairs})
+    return count(prompts, most, fewest) + (" each, not the same" if unlike else "")
 
 
 def _texts(n: int, what: str = "") -> str:

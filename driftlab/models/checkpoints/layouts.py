@@ -279,6 +279,10 @@ def _sglang(drafter: Drafter, target: TargetLike | None) -> Layout:
             (not config.boundaries, "a drafter without captured states"),
             (len(config.boundaries) == 1 and same_width, "one captured state: it would skip fc"),
             (0 in config.boundaries, "boundary 0: its ids count blocks"),
+            (
+                target is not None and target.n_layers in config.boundaries,
+                "the state after the last block, which it never captures",
+            ),
             *([] if config.mla else [_uneven(config)]),
             (
                 config.mla is not None and config.mla.q_lora_rank is None,
