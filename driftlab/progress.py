@@ -19,7 +19,9 @@ def progress_bar(title: str, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(**options, desc=title)
     seldom = dict.fromkeys(("mininterval", "maxinterval", "delay"), EVERY)
-    return tqdm(**options, **seldom, desc=title, ascii=True, file=_Lines())
+    # No time that remains: of a few steps, with the start of workers, it would be wrong by hours.
+    line = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}]"
+    return tqdm(**options, **seldom, desc=title, bar_format=line, file=_Lines())
 
 
 class _Lines:

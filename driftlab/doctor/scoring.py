@@ -245,7 +245,7 @@ class Bench:
             for look in looks
         }
         total = sum(len(self._looks[look]) * len(new[look]) for look in looks)
-        with progress_bar(progress if total else "", total=total) as bar:
+        with progress_bar(progress if total else "", total=total, unit="batch") as bar:
             for look in looks:
                 for batch in self._looks[look] if new[look] else ():
                     self._run_target(batch)
