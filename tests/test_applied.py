@@ -513,6 +513,8 @@ def test_a_merge_names_the_drafters_of_all_its_runs(tmp_path: Path) -> None:
     assert merged["drafters"]["sha256"] == merged["inputs"]["drafters"]
     assert merged["drafters"]["run"] == "micro, seed-1"
     assert merged["conditions"]["noisy"]["drafters"] == 4
+    beside = compare(f"{parts[0].path}:none+pre_norm", f"{small.home() / 'noisy'}:none+pre_norm")
+    assert any("(A), micro, seed-1 (B)" in line for line in beside.differences)
     both = merge([small.home() / "done", trained], small.home() / "drafters of both").path
     again = spec("seeds=[0, 1]", f"applied.drafters={json.dumps(str(both))}", noisy)
     again = again.model_copy(update={"name": "noisy"})

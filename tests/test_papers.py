@@ -120,6 +120,16 @@ def test_another_experiment_is_not_replaced(item: Path, tmp_path: Path) -> None:
     assert json.loads(kept)["name"] == "first"
 
 
+def test_a_run_takes_no_published_item(paper: Path, tmp_path: Path) -> None:
+    """Its figures would be another run's."""
+    run, other = paper.parent / "run", tmp_path / "other"
+    make_run(other, **SMALL_RUN)
+    for item, whom in ((run, "itself"), (run / "figures", "itself"), (other, "the run")):
+        with pytest.raises(RunError, match=f"published into {whom}"):
+            committed.publish(run, item)
+    assert not (run / "tables").exists() and not (other / "figures").exists()
+
+
 def test_unfinished_runs_are_not_published(tmp_path: Path) -> None:
     run = tmp_path / "run"
     make_run(run, finish=False, **SMALL_RUN)

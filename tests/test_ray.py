@@ -85,3 +85,7 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="Ray is not installed") as info:
         run_jobs_on_ray(jobs(tmp_path / "x", "fine"), pool_jobs.work, address=LOCAL, workers=1)
     assert "driftlab[ray]" in str(info.value.remedy)
+    for address, said in ((LOCAL, "Ray is not installed"), ("", "names no cluster")):
+        with pytest.raises(ConfigError, match=said):
+            run_experiment(small.spec(), tmp_path / "run", ray=address)
+    assert not (tmp_path / "run").exists()

@@ -887,6 +887,9 @@ def test_a_gguf_header_is_read_and_a_cut_file_noticed(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="no complete GGUF file"):
             read_gguf_header(path)
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 9, 0, 0))
+    with pytest.raises(CheckpointError, match=r"version 2 or 3 .got version 9"):
+        read_gguf_header(path)
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**40))
     with pytest.raises(CheckpointError, match="no complete GGUF file"):
         read_gguf_header(path)

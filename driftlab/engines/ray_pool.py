@@ -21,6 +21,19 @@ _POLL = 0.5  # seconds between two looks at the progress
 _PATIENCE = 10.0  # seconds until a machine that does not answer is not there
 
 
+def found_ray(address: str) -> Any:
+    """The library. Raises ConfigError when it is not installed, or ``address`` is empty."""
+    if not address:
+        raise ConfigError("--ray names no cluster", remedy="Give its address, or local.")
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "Ray is not installed", remedy="pip install 'driftlab[ray]', on every machine."
+        ) from None
+    return ray
+
+
 def run_jobs_on_ray(
     jobs: Mapping[str, Job],
     work: Callable[[Job, Progress], None],
@@ -46,12 +59,7 @@ def run_jobs_on_ray(
     ResourceError: of a job. The others would meet it too, so they are ended.
     RunError: a job could not begin on its worker, or the worker died again and again.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(
-            "Ray is not installed", remedy="pip install 'driftlab[ray]', on every machine."
-        ) from None
+    ray = found_ray(address)
     _connect(ray, address, cores=workers * threads)
     try:
         board = ray.remote(_Board).options(num_cpus=0).remote()

@@ -30,7 +30,7 @@ from driftlab.engines.habitat import learned_from, prompt_marks
 from driftlab.engines.pool import Progress, run_jobs
 from driftlab.engines.precision import against_float32
 from driftlab.engines.probe import check_sink, measured_spans
-from driftlab.engines.ray_pool import run_jobs_on_ray
+from driftlab.engines.ray_pool import found_ray, run_jobs_on_ray
 from driftlab.errors import CheckpointError, DriftlabError, ResourceError, RunError
 from driftlab.experiment.applied import (
     Given,
@@ -77,6 +77,8 @@ def run_experiment(
     DriftlabError: of any kind. What was measured before stays, and the same command goes on.
     """
     check_experiment(experiment)
+    if ray is not None:
+        found_ray(ray)  # not after hours of preparation
     out = Path(out)
     cache = out.parent / "cache" if cache is None else Path(cache)
     manifest = {

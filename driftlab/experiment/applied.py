@@ -129,7 +129,8 @@ def find_drafters(experiment: Experiment, out: Path) -> Given | None:
         raise RunError(
             f"{folder} lacks drafters",
             got=", ".join([*missing, *(f"seed {s}" for s in seeds)]) or "none at all",
-            remedy="Set seeds and applied.variants to what that run trained.",
+            remedy="Set seeds and applied.variants to what that run trained, or applied.drafters "
+            "to one that trained them all (driftlab merge makes one of several).",
         )
     if len(undone := cells[cells["train_steps"].isna()]):
         raise RunError(

@@ -49,8 +49,14 @@ def read_gguf_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             magic, version, n_tensors, n_fields = struct.unpack("<4sIQQ", _take(file, 24))
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"not a little-endian GGUF file of version 2 or 3: {magic!r}")
+            if magic != b"GGUF":
+                raise ValueError(f"it begins with {magic!r}")
+            if version not in (2, 3):
+                raise CheckpointError(
+                    f"{path} is no little-endian GGUF file of version 2 or 3",
+                    got=f"version {version}",
+                    remedy="Convert the model again with a current llama.cpp.",
+                )
             for _ in range(n_fields):
                 key, (kind,) = _string(file), struct.unpack("<I", _take(file, 4))
                 value = _value(file, kind)

@@ -80,12 +80,15 @@ def publish(run: str | Path, item: str | Path) -> Path:
     paged = find_paper(item) is not None
     source, tables = RunDirectory.open(run), Path(item) if paged else Path(item) / "tables"
     explained = paged and tables.name.startswith("explained-")
-    if source.path.resolve() in (Path(item).resolve(), tables.resolve()):
-        raise RunError(
-            f"{run} would be published into itself",
-            got=item,
-            remedy="Name a folder outside of the run, such as papers/NAME.",
-        )
+    place = tables.resolve()
+    for folder in (place, *place.parents):
+        if (folder / "shards").is_dir() and (folder / "manifest.json").exists():
+            whom = "itself" if folder == source.path.resolve() else f"the run {folder}"
+            raise RunError(
+                f"{run} would be published into {whom}",
+                got=item,
+                remedy="Name a folder outside of any run, such as papers/NAME.",
+            )
     if (tables / "manifest.json").exists() and not explained:
         old = RunDirectory.open(tables).manifest
         if old.get("name") != source.manifest.get("name"):

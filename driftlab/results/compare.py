@@ -493,6 +493,10 @@ def _refuse_other_texts(runs: Sequence[_Run], pair: tuple[Side, Side]) -> None:
 def _allowed_differences(runs: Sequence[_Run]) -> Iterable[str]:
     """Settings that differ and may: they are what is compared."""
     flat = [dict(_flat(setting(run.tables, "config"))) for run in runs]
+    for settings, run in zip(flat, runs, strict=True):
+        whose = setting(run.tables, "drafters", "run")
+        if whose and setting(run.tables, "merged"):  # its settings name the first part's alone
+            settings["applied.drafters"] = whose
     skip = ("name", "question", "workers", "threads", "measure.bootstrap", "seeds", "axes")
     made = {setting(run.tables, "config", "axes") is None for run in runs}
     # A probe names its settings otherwise than an experiment.
