@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from synthetic_run import make_run
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
@@ -245,12 +246,23 @@ def test_peers_that_no_stage_asks_are_refused() -> None:
     assert isinstance(twice.exception, ConfigError) and "one name" in twice.exception.cause
 
 
-def test_a_stored_run_that_is_not_there_or_that_no_stage_asks_is_refused() -> None:
+def test_a_stored_run_that_is_not_there_or_that_no_stage_asks_is_refused(tmp_path: Path) -> None:
     given: dict[str, Any] = {"smoke": True, "repeats": 1, "peers": {}, "say": print}
     with pytest.raises(ConfigError, match=r"in the stage startup, .* the stages records"):
         next(run(["records"], stored=NOWHERE, **given))
     with pytest.raises(RunError):
         next(run(["startup"], stored=NOWHERE, **given))
+    make_run(tmp_path / "begun", finish=False, prompts=("p0",), seeds=(0,), depth=2, anchors=2)
+    with pytest.raises(RunError, match="is not finished"):
+        next(run(["startup"], stored=tmp_path / "begun", **given))
+
+
+def test_a_goal_names_its_case() -> None:
+    row = Row("startup", "driftlab --help", "", ratio=0.4, of="busy time / 0.5 s", goal="at most 1")
+    assert (
+        bench_rows.goals([row])
+        == "startup: busy time / 0.5 s, driftlab --help: 0.40, to reach at most 1"
+    )
 
 
 def test_rows_are_read_without_torch() -> None:

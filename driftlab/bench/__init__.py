@@ -79,7 +79,7 @@ def run(
                 got=f"{stored} and the stages {', '.join(chosen)}",
                 remedy=f"Add --stage {STORED}, or leave --stored away.",
             )
-        RunDirectory.open(stored)
+        RunDirectory.open(stored).tables()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with machine.threads(1):
         found = machine.measure(device, smoke=smoke)

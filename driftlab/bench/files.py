@@ -14,7 +14,9 @@ from pathlib import Path
 
 from driftlab.bench.shapes import Bench
 from driftlab.bench.timing import Sample
+from driftlab.errors import RunError
 from driftlab.results.bench_rows import Row, summary
+from driftlab.results.records import RunDirectory
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
@@ -108,6 +110,14 @@ def records(bench: Bench) -> Iterator[Row]:
         )
 
 
+def _is_finished(run: Path) -> bool:
+    try:
+        RunDirectory.open(run).tables()
+    except RunError:
+        return False
+    return True
+
+
 def startup(bench: Bench) -> Iterator[Row]:
     """Commands as a user starts them, with torch's presence looked for."""
     python = sys.executable
@@ -115,7 +125,7 @@ def startup(bench: Bench) -> Iterator[Row]:
         "import driftlab": ([python, "-c", "import driftlab"], 0.3, []),
         "driftlab --help": ([python, "-m", "driftlab.cli", "--help"], 0.5, []),
     }
-    if (bench.stored / "manifest.json").exists():
+    if _is_finished(bench.stored):
         # Figures go into the run's folder: a copy gets them.
         run = bench.work / "stored"
         run.mkdir()

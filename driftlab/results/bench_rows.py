@@ -128,7 +128,8 @@ def table(rows: Sequence[Row]) -> str:
 def goals(rows: Sequence[Row]) -> str:
     """The ratios that have a goal, a line each: what, measured, to reach."""
     return "\n".join(
-        f"{row.stage}: {row.of}, {row.size} {row.dtype}: {row.ratio:.2f}, to reach {row.goal}"
+        f"{row.stage}: {row.of}, {f'{row.size} {row.dtype}'.strip() or row.case}: "
+        f"{row.ratio:.2f}, to reach {row.goal}"
         for row in rows
         if row.goal and row.ratio is not None
     )
