@@ -694,6 +694,10 @@ def _table(frame: pd.DataFrame) -> str:
     return frame.map(lambda e: getattr(e, "short", str(e))).T.to_string()
 
 
+_RESUMED = {"ablate", "train", "probe", "explain", "merge"}
+"""Verbs that go on where they were ended."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: run a verb and turn every failure into two lines and an exit code.
 
@@ -722,7 +726,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Libraries may turn an interruption into an error of their own.
             code = 130 if signals else _answer(error)
     if code == 130:
-        _say("interrupted", "What is finished is kept: the same command goes on from there.")
+        kept = "What is finished is kept: the same command goes on from there."
+        _say("interrupted", kept if {*words[:1]} & _RESUMED else "Run the same command again.")
         code = 128 + (signals or [signal.SIGINT])[0]
     raise SystemExit(code or 0)
 

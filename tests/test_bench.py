@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import csv
+import functools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -121,6 +123,41 @@ def test_a_peer_is_asked_by_lines(tmp_path: Path) -> None:
     peer = peers.Peer("it", f"{sys.executable} {script}", job)
     with pytest.raises(ResourceError, match="failed at check"):
         peer.check(tmp_path / "out.pt")
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ('"loss": NaN, "wall": 1, "busy": 1', "failed at check"),
+        ('"loss": 1, "wall": 1, "busy": 0', "took no time"),
+        ('"loss": 1, "wall": Infinity, "busy": 1', "failed at step"),
+        ('"loss": 1, "wall": 1, "busy": 1', "wrote no gradients"),
+    ],
+)
+def test_what_a_peer_answers_must_be_numbers(said: str, fault: str, tmp_path: Path) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(f"import sys\nfor line in sys.stdin: print('{{{said}}}', flush=True)")
+    peer = peers.Peer("it", f"{sys.executable} {script}", tmp_path / "job.pt")
+    (tmp_path / "out.pt").write_bytes(b"no tensors" if "gradients" in fault else b"")
+    checked = "check" in fault or "gradients" in fault
+    ask = functools.partial(peer.check, tmp_path / "out.pt") if checked else peer.step
+    with peer, pytest.raises(ResourceError, match=f"peer it {fault}"):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fault"),
+    [
+        ([torch.ones(2)], "have no names"),
+        ({"b": torch.ones(2)}, r"other parameters .got \['a', 'b'\]"),
+        ({"a": torch.ones(3)}, "other parameters"),
+        ({"a": 1.0}, "other parameters"),
+        ({"a": torch.tensor([1.0, math.nan])}, "not finite"),
+    ],
+)
+def test_gradients_of_a_peer_must_be_those_of_the_step(theirs: Any, fault: str) -> None:
+    with pytest.raises(ResourceError, match=fault):
+        peers.disagreement((0.5, {"a": torch.ones(2)}), (0.5, theirs))
 
 
 def test_rivals_take_turns_and_a_ratio_is_of_busy_time() -> None:

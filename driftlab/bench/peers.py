@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import subprocess
 import tempfile
@@ -23,8 +24,10 @@ from torch import Tensor
 from driftlab.bench.timing import Sample
 from driftlab.config import TrainSpec
 from driftlab.data.features import Batch
-from driftlab.errors import DriftlabError, ResourceError
+from driftlab.errors import ResourceError, first_line
 from driftlab.models.drafter import Drafter
+
+_PROTOCOL = "Run its command by hand: driftlab/bench/peers.py tells what it is asked and answers."
 
 
 def save_job(
@@ -109,11 +112,22 @@ class Peer:
     def check(self, path: Path) -> tuple[float, Mapping[str, Tensor]]:
         """The peer's loss and its gradients, by our parameters' names."""
         (loss,) = self._ask("loss", check=str(path))
-        return loss, torch.load(path, weights_only=True)
+        try:
+            found = torch.load(path, weights_only=True)
+        except Exception as error:  # of a file that is not torch's, torch raises many kinds
+            raise ResourceError(
+                f"peer {self.name} wrote no gradients", got=first_line(error), remedy=_PROTOCOL
+            ) from None
+        return loss, found
 
     def step(self) -> Sample:
         """One step of loss and gradients, timed by the peer itself."""
-        return Sample(*self._ask("wall", "busy", step=True))
+        wall, busy = self._ask("wall", "busy", step=True)
+        if min(wall, busy) <= 0:
+            raise ResourceError(
+                f"peer {self.name} took no time", got=f"{wall}, {busy}", remedy=_PROTOCOL
+            )
+        return Sample(wall, busy)
 
     def _ask(self, *wanted: str, **what: Any) -> list[float]:
         """Send one line; the numbers ``wanted`` of the line that comes back."""
@@ -122,7 +136,10 @@ class Peer:
         try:
             print(json.dumps(what), file=self._process.stdin, flush=True)
             found = json.loads(self._process.stdout.readline())
-            return [float(found[name]) for name in wanted]
+            numbers = [float(found[name]) for name in wanted]
+            if not all(map(math.isfinite, numbers)):
+                raise ValueError
+            return numbers
         except (ValueError, KeyError, TypeError, BrokenPipeError):
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines()
@@ -131,7 +148,7 @@ class Peer:
             raise ResourceError(
                 f"peer {self.name} failed at {next(iter(what))}",
                 got=said[-1] if said else "no message",
-                remedy="Run its command by hand and give it that line of JSON.",
+                remedy=_PROTOCOL,
             ) from None
 
 
@@ -140,12 +157,19 @@ def disagreement(
 ) -> float:
     """Largest relative difference: of the losses, and of each gradient in L2.
 
-    Raises DriftlabError when the peer has other gradients than ours.
+    Raises ResourceError when the peer has other gradients than ours, or such as are not finite.
     """
-    if set(ours[1]) != set(theirs[1]):
-        raise DriftlabError(
-            "a peer learns other parameters", got=sorted(set(ours[1]) ^ set(theirs[1]))[:4]
+    own, found = ours[1], theirs[1]
+    if not isinstance(found, dict):
+        raise ResourceError(
+            "a peer's gradients have no names", got=type(found).__name__, remedy=_PROTOCOL
         )
-    found = [abs(ours[0] - theirs[0]) / abs(ours[0])]
-    found += [float((theirs[1][k] - g).norm() / g.norm()) for k, g in ours[1].items()]
-    return max(found)
+    sizes = [{n: getattr(g, "shape", None) for n, g in each.items()} for each in (own, found)]
+    if sizes[0] != sizes[1]:
+        other = [str(n) for n in {**own, **found} if sizes[0].get(n) != sizes[1].get(n)]
+        raise ResourceError("a peer learns other parameters", got=other[:4], remedy=_PROTOCOL)
+    apart = [abs(ours[0] - theirs[0]) / abs(ours[0])]
+    apart += [float((found[n] - g).norm() / g.norm()) for n, g in own.items()]
+    if not all(map(math.isfinite, apart)):
+        raise ResourceError("a peer's gradients are not finite", remedy=_PROTOCOL)
+    return max(apart)
