@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import importlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pool_jobs
 import pytest
-from huggingface_hub import constants
-from tqdm.utils import envwrap
 
 from driftlab.engines.pool import run_jobs, understood
 from driftlab.errors import ConfigError, DriftlabError, NumericsError, ResourceError, RunError
@@ -144,18 +142,22 @@ def test_foreign_errors_become_ours(error: Exception, kind: type, said: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("variable", "importing"),
+    ("variable", "module"),
     [
-        ("TQDM_MININTERVAL", lambda: envwrap("TQDM")(lambda mininterval=0.1: None)),
-        ("HF_HUB_ETAG_TIMEOUT", lambda: importlib.reload(constants)),
+        ("TQDM_MININTERVAL", "tqdm.std"),
+        ("HF_HUB_ETAG_TIMEOUT", "huggingface_hub.constants"),
+        ("TORCHDYNAMO_REPRO_LEVEL", "torch._dynamo.config"),
     ],
 )
 def test_a_variable_that_a_library_cannot_use_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, importing: Callable[[], object]
+    monkeypatch: pytest.MonkeyPatch, variable: str, module: str
 ) -> None:
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.loader is not None
     monkeypatch.setenv(variable, "abc")
     with pytest.raises(ValueError, match="abc") as raised:
-        importing()
-    found = understood(raised.value)
-    assert type(found) is ConfigError
-    assert variable in found.cause and "'abc'" in found.cause
+        found.loader.exec_module(importlib.util.module_from_spec(found))
+    said = understood(raised.value)
+    assert type(said) is ConfigError
+    assert variable in said.cause and "'abc'" in said.cause
+    assert type(understood(ValueError("abc"))) is DriftlabError

@@ -36,12 +36,11 @@ Job = TypeVar("Job")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LUMP = 0.2  # seconds between two messages of progress: one for each small step would cost more
-_TAKEN = (  # a library, the end of its file's name, and how the variables begin that it reads
-    ("tqdm", "", "TQDM_"),
-    ("huggingface_hub", "constants.py", "HF_"),
-    ("torch", "_internal.py", "TORCH_LOGS"),
-    ("torch", "_state.py", "PYTORCH_JIT"),
-)
+_TAKEN = {  # how the variables begin that a library reads when it is imported
+    "tqdm": ("TQDM_",),
+    "huggingface_hub": ("HF_",),
+    "torch": ("TORCH", "PYTORCH_", "AOTINDUCTOR_"),
+}
 _PATIENCE = 1.0  # seconds that a worker gets to end before it is killed
 
 
@@ -132,7 +131,7 @@ def understood(error: BaseException) -> DriftlabError:
             remedy="Check the path and its permissions.",
         )
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and (variables := _variables_of(Path(frames[-1].filename))):
+    if isinstance(error, ValueError) and (variables := _variables_of(frames)):
         return ConfigError(
             "a library cannot use what the environment holds for it",
             got=f"{first_line(error)}; set: {', '.join(variables)}",  # a value may be a token
@@ -147,14 +146,11 @@ def understood(error: BaseException) -> DriftlabError:
     )
 
 
-def _variables_of(code: Path) -> list[str]:
-    """Variables that are set, of those that ``code`` takes settings from, mostly when imported."""
-    prefixes = tuple(
-        prefix
-        for package, file, prefix in _TAKEN
-        if package in code.parts and code.name.endswith(file)
-    )
-    return sorted(name for name in os.environ if prefixes and name.startswith(prefixes))
+def _variables_of(frames: traceback.StackSummary) -> list[str]:
+    """Variables that are set for the library whose import ended in ``frames``, if one's did."""
+    files = [Path(f.filename).parts for f in frames if f.name == "<module>"]
+    begin = next((v for k, v in _TAKEN.items() if files and k in files[-1]), ())
+    return sorted(name for name in os.environ if begin and name.startswith(begin))
 
 
 def _start() -> tuple[SpawnProcess, Connection]:
