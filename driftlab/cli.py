@@ -469,7 +469,7 @@ def figures(
     from driftlab.papers import committed
     from driftlab.results.drawn import note, unchanged
     from driftlab.results.figures import save_figures
-    from driftlab.results.records import RunDirectory
+    from driftlab.results.records import RunDirectory, refuse_inside_run
 
     if publish is not None:
         if check or out is not None:
@@ -488,6 +488,7 @@ def figures(
         run, folder = RunDirectory.open(source), out or source / "figures"
         stale = committed.changed_tables(run) + committed.stale(run, folder) if check else []
         if not check:
+            refuse_inside_run(folder, but=run.path)
             kept = unchanged(run, folder)
             drawn = kept or save_figures(run, folder, processes=_cores())
             if not kept:
@@ -541,7 +542,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the one-page report of a run."""
-    from driftlab.results.records import RunDirectory
+    from driftlab.results.records import RunDirectory, refuse_inside_run
     from driftlab.results.report import write_report
 
     out = out or run / "report.html"
@@ -551,7 +552,9 @@ def report(
             got=out,
             remedy="Give --out a name that ends in .html; nothing else is written over.",
         )
-    typer.echo(str(write_report(RunDirectory.open(run), out)))
+    found = RunDirectory.open(run)
+    refuse_inside_run(out, but=found.path)
+    typer.echo(str(write_report(found, out)))
 
 
 def _cores() -> int:

@@ -38,6 +38,13 @@ def refuse_irregular(path: Path, kind: type[DriftlabError]) -> None:
         )
 
 
+def refuse_file_above(path: Path, kind: type[DriftlabError]) -> None:
+    """Raise ``kind`` when ``path``, which is to be a folder, is or lies under a file."""
+    above = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
+    if os.path.lexists(above) and not above.is_dir():
+        raise kind(f"{above} is a file", remedy="Give the path of a folder.")
+
+
 def file_hash(path: Path) -> str:
     """SHA-256 (hex), computed once for each state of the file.
 

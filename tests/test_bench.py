@@ -231,6 +231,8 @@ def test_stages_of_an_earlier_run_stay(tmp_path: Path) -> None:
             bench_rows.store(tmp_path, {}, [first])
         told = CliRunner().invoke(app, ["bench", "--smoke", "--out", str(tmp_path)])
         assert isinstance(told.exception, DataError), "before anything is measured"
+    with pytest.raises(DataError, match=r"bench\.json is a file"):
+        bench_rows.stored(tmp_path / "bench.json" / "x")
 
 
 def test_a_page_is_filled_from_what_is_stored(tmp_path: Path) -> None:

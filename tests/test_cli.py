@@ -249,6 +249,14 @@ def test_report_writes_over_nothing_else(refused: Any, out: Path, taken: str) ->
     assert not (out / "page").exists()
 
 
+def test_what_is_drawn_of_a_run_is_not_put_into_another(out: Path, refused: Any) -> None:
+    (out / "shards").mkdir(parents=True)
+    (out / "manifest.json").write_text("{}")
+    for verb, name in (("figures", "figures"), ("report", "report.html")):
+        assert f"lies in the run {out}" in refused(verb, "done", "--out", out / name)
+        assert not (out / name).exists()
+
+
 def test_export_writes_what_loads_again(call: Call, out: Path, refused: Any) -> None:
     assert call("export", DRAFTER, "--to", "vllm", "--out", out)[0] == 0
     assert json.loads((out / "config.json").read_text())["architectures"]

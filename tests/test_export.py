@@ -323,8 +323,9 @@ def test_writing_again_replaces_where_it_is_asked_to(tmp_path: Path) -> None:
     for replace in (False, True):
         with pytest.raises(CheckpointError, match=r"notes\.txt"):
             save_drafter(build(), folder, replace=replace)
-    with pytest.raises(CheckpointError, match="is a file"):
-        save_drafter(build(), folder / "notes.txt")
+    for below in (folder / "notes.txt", folder / "notes.txt" / "d"):
+        with pytest.raises(CheckpointError, match=r"notes\.txt is a file"):
+            save_drafter(build(), below)
     with pytest.raises(CheckpointError, match="does not write"):
         save_drafter(build(), tmp_path / "e", dialect="angelslim")
     with pytest.raises(CheckpointError, match="does not write") as unknown:

@@ -35,7 +35,7 @@ from driftlab.papers.pages import Page, Paper, find_paper
 from driftlab.results.drawing import own_style
 from driftlab.results.explanations import Explained, ExplainedFolder
 from driftlab.results.figures import save_figures
-from driftlab.results.records import SMALL, RunDirectory
+from driftlab.results.records import SMALL, RunDirectory, refuse_inside_run
 from driftlab.results.schema import ATTENTION, KEYS, OPTIONAL
 from driftlab.results.shards import atomic_file, remove_dead
 from driftlab.results.slices import text_kinds
@@ -74,21 +74,13 @@ def publish(run: str | Path, item: str | Path) -> Path:
 
     Raises
     ------
-    RunError: there is no finished run, or the item holds another run's tables; for an
-        explanation, the run was not explained.
+    RunError: there is no finished run, or the item lies in a run or holds another run's tables;
+        for an explanation, the run was not explained.
     """
     paged = find_paper(item) is not None
     source, tables = RunDirectory.open(run), Path(item) if paged else Path(item) / "tables"
     explained = paged and tables.name.startswith("explained-")
-    place = tables.resolve()
-    for folder in (place, *place.parents):
-        if (folder / "shards").is_dir() and (folder / "manifest.json").exists():
-            whom = "itself" if folder == source.path.resolve() else f"the run {folder}"
-            raise RunError(
-                f"{run} would be published into {whom}",
-                got=item,
-                remedy="Name a folder outside of any run, such as papers/NAME.",
-            )
+    refuse_inside_run(tables)
     if (tables / "manifest.json").exists() and not explained:
         old = RunDirectory.open(tables).manifest
         if old.get("name") != source.manifest.get("name"):

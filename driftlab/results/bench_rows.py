@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from driftlab.errors import DataError, first_fault
-from driftlab.files import refuse_irregular
+from driftlab.files import refuse_file_above, refuse_irregular
 from driftlab.results.shards import atomic_file
 
 
@@ -89,7 +89,9 @@ def store(folder: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> list
 
 
 def stored(folder: Path) -> dict[str, _Stage]:
-    """The stages of an earlier run. Raises DataError when they cannot be read."""
+    """The stages of an earlier run. Raises DataError when they cannot be read, or ``folder`` is
+    none."""
+    refuse_file_above(folder, DataError)
     path = folder / "bench.json"
     return _stages(path) if path.exists() else {}
 

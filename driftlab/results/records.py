@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from driftlab.errors import DataError, RunError, first_line
-from driftlab.files import file_hash
+from driftlab.files import file_hash, refuse_file_above
 from driftlab.results.manifest import read_manifest
 from driftlab.results.schema import MEASURED, OPTIONAL, SCHEMA_VERSION, SCHEMAS, TABLES
 from driftlab.results.shards import (
@@ -552,9 +552,7 @@ def _check_columns(path: Path, name: str) -> None:
 
 def refuse_foreign(path: Path) -> None:
     """Raise RunError when ``path`` is or lies under a file, or holds other things than a run."""
-    above = next((p for p in (path, *path.parents) if p.exists()), path)
-    if above.exists() and not above.is_dir():
-        raise RunError(f"{above} is a file", remedy="Give the path of a folder for the run.")
+    refuse_file_above(path, RunError)
     if not path.is_dir() or (path / "manifest.json").exists():
         return
     foreign = sorted(p.name for p in path.iterdir() if p.name not in _OURS and p.name[0] != ".")
@@ -564,6 +562,16 @@ def refuse_foreign(path: Path) -> None:
             got=", ".join(foreign[:5]),
             remedy="Choose an empty or a new folder.",
         )
+
+
+def refuse_inside_run(place: Path, *, but: Path | None = None) -> None:
+    """Raise RunError when ``place`` is or lies in a run, other than ``but``: one run's figures or
+    page would stand for another's."""
+    place, own = place.resolve(), but and but.resolve()
+    for folder in (place, *place.parents):
+        is_run = (folder / "shards").is_dir() and (folder / "manifest.json").exists()
+        if is_run and folder != own:
+            raise RunError(f"{place} lies in the run {folder}", remedy="Name a place outside.")
 
 
 def _refuse_other(path: Path, wanted: str) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from driftlab.errors import CheckpointError, ResourceError
-from driftlab.files import file_hash
+from driftlab.files import file_hash, refuse_file_above
 from driftlab.models.checkpoints.dialects import EXPORT_KEY, Dialect
 from driftlab.models.checkpoints.layouts import lay_out, writable
 from driftlab.models.checkpoints.native import to_native
@@ -79,8 +79,7 @@ def refuse_occupied(folder: Path, *, source: str | None = None, dialect: str = "
     layout that driftlab wrote before, and nothing else.
     """
     wanted = writable(dialect)
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is a file", remedy="Give a folder.")
+    refuse_file_above(folder, CheckpointError)
     if source is not None and expanded(source).resolve() in folder.resolve().parents:
         raise CheckpointError(
             f"{folder} lies inside the drafter's own folder",
@@ -116,8 +115,7 @@ def _mark(source: str) -> str:
 def _write(
     folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, hashed: bool
 ) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file", remedy="Give a folder.")
+    refuse_file_above(folder, CheckpointError)
     held = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
     if held and not held <= {CONFIG, WEIGHTS}:
         raise CheckpointError(
