@@ -392,6 +392,8 @@ def bench(
     from driftlab.results import bench_figure, bench_rows
 
     if page is not None:
+        if stage or smoke or peer or stored or out:
+            raise ConfigError("--page stands alone: nothing is measured", got=f"--page {page}")
         for path in bench_rows.fill(page):
             typer.echo(f"{page}: {path}")
         return
@@ -401,8 +403,8 @@ def bench(
     peers = dict(named)
     if len(peers) < len(named):
         raise ConfigError("--peer gives one name to two commands", got=", ".join(peer or ()))
-    if out is not None:
-        bench_rows.stored(out)  # what cannot be added to is said before minutes of measuring
+    # What cannot be added to is said before minutes of measuring.
+    held = {} if out is None else bench_rows.stored(out)
     done: list[bench_rows.Row] = []
     measured: list[bench_rows.Row] = []
     for found, row in run(
@@ -416,6 +418,8 @@ def bench(
     ):
         done.append(row)
         if out is not None:
+            if old := held.pop(row.stage, None):
+                typer.echo(f"{out}: its {len(old.rows)} rows of {row.stage} are replaced")
             # A stage that is killed leaves the rows that it has.
             own = [x for x in done if x.stage == row.stage]
             measured = bench_rows.store(out, machine.stored(found), own)

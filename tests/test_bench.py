@@ -129,6 +129,7 @@ def test_a_peer_is_asked_by_lines(tmp_path: Path) -> None:
     ("said", "fault"),
     [
         ('"loss": NaN, "wall": 1, "busy": 1', "failed at check"),
+        ('"loss": 1, "wall": null', r"failed at step .got \{"),
         ('"loss": 1, "wall": 1, "busy": 0', "took no time"),
         ('"loss": 1, "wall": Infinity, "busy": 1', "failed at step"),
         ('"loss": 1, "wall": 1, "busy": 1', "wrote no gradients"),
@@ -143,6 +144,14 @@ def test_what_a_peer_answers_must_be_numbers(said: str, fault: str, tmp_path: Pa
     ask = functools.partial(peer.check, tmp_path / "out.pt") if checked else peer.step
     with peer, pytest.raises(ResourceError, match=f"peer it {fault}"):
         ask()
+
+
+def test_a_peer_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PATIENCE", 0.2)
+    script = tmp_path / "peer.py"
+    script.write_text("import time\ntime.sleep(600)")
+    with pytest.raises(ResourceError, match=r"failed at load .got no answer in 0\.2 s"):
+        peers.Peer("it", f"{sys.executable} {script}", tmp_path / "job.pt")
 
 
 @pytest.mark.parametrize(
@@ -241,6 +250,8 @@ def test_a_page_is_filled_from_what_is_stored(tmp_path: Path) -> None:
     bench_rows.store(tmp_path / "b", machine_facts, [row])
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- bench: b/bench.json -->\nold\n<!-- end -->\nafter\n")
+    refused = CliRunner().invoke(app, ["bench", "--page", str(page), "--smoke"])
+    assert isinstance(refused.exception, ConfigError), "it would measure nothing"
     done = CliRunner().invoke(app, ["bench", "--page", str(page)])
     assert done.exit_code == 0, done.output
     text = page.read_text()

@@ -311,6 +311,7 @@ def _trained(
             job = bench.work / "step.pt"
             save_job(job, drafter, batch, learned, teacher.head_weight, spec, autocast=half)
             for peer, command in bench.peers.items():
+                bench.say(f"{peer}: asked for its loss and gradients")
                 running = stack.enter_context(Peer(peer, command, job))
                 apart[peer] = disagreement(ours, running.check(bench.work / f"{peer}.pt"))
                 bench.say(f"{peer}: loss and gradients within {apart[peer]:.1e} of ours")

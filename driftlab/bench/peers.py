@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import select
 import shlex
 import subprocess
 import tempfile
@@ -28,6 +29,10 @@ from driftlab.errors import ResourceError, first_line
 from driftlab.models.drafter import Drafter
 
 _PROTOCOL = "Run its command by hand: driftlab/bench/peers.py tells what it is asked and answers."
+
+
+PATIENCE = 900.0
+"""Seconds that a peer has for one answer."""
 
 
 def save_job(
@@ -106,7 +111,11 @@ class Peer:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._log.close()
 
     def check(self, path: Path) -> tuple[float, Mapping[str, Tensor]]:
@@ -133,21 +142,25 @@ class Peer:
         """Send one line; the numbers ``wanted`` of the line that comes back."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        line = ""
         try:
             print(json.dumps(what), file=self._process.stdin, flush=True)
-            found = json.loads(self._process.stdout.readline())
+            if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
+                raise TimeoutError
+            found = json.loads(line := self._process.stdout.readline())
             numbers = [float(found[name]) for name in wanted]
             if not all(map(math.isfinite, numbers)):
                 raise ValueError
             return numbers
-        except (ValueError, KeyError, TypeError, BrokenPipeError):
+        except (ValueError, KeyError, TypeError, BrokenPipeError, TimeoutError) as error:
+            waited = f"no answer in {PATIENCE:g} s" if isinstance(error, TimeoutError) else ""
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip().splitlines()
             self._process.kill()
             self._end()
             raise ResourceError(
                 f"peer {self.name} failed at {next(iter(what))}",
-                got=said[-1] if said else "no message",
+                got=next(filter(None, (waited, *said[-1:], line.strip()[:100])), "no message"),
                 remedy=_PROTOCOL,
             ) from None
 
