@@ -553,6 +553,8 @@ class Lab:
 
         Raises DataError when no text has ``spec.depth`` tokens after a first generated one.
         """
+        if spec.depth >= max_new_tokens:
+            raise _too_short(spec.depth)
         features = self.states(
             prompts,
             temperature=temperature,

@@ -279,7 +279,9 @@ def test_a_run_that_cannot_begin_says_why(
 def test_what_does_not_fit_is_found_before_a_text_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(plan, "write_corpus", lambda *_, **__: 1 / 0)
     layer = 'applied.conditions=[{name="x", interventions=[{kind="drop_layer", layer=7}]}]'
+    filler = 'applied.conditions=[{name="x", context={tokens=9, filler="gone.txt"}}]'
     for one, said in (
+        (small.spec(filler), "filler is not read"),
         (small.spec(layer), "3 captured states"),
         (spec(layer, TRAINED), "3 captured states"),
         (spec("target.boundaries=[0, 1, 1]", TRAINED), "read other boundaries"),

@@ -141,9 +141,11 @@ def test_given_texts_that_the_limit_leaves_out_are_counted(
     said = run_experiment(spec, out, cache=kept, quiet=True).manifest["warnings"]
     assert f"4 of 6 texts of {tmp_path}/given.jsonl are not learned from" in said[0]
     patch.setattr(plan, "write_corpus", forbidden)
-    gone = spec.model_copy(update={"text": spec.text.model_copy(update={"given": "gone.jsonl"})})
-    with pytest.raises(DataError, match=r"gone\.jsonl: no such"):
-        run_experiment(gone, out.with_name("gone"), quiet=True)
+    (bare := tmp_path / "bare.jsonl").write_text(json.dumps({"prompt": words[0]}))
+    for name, fault in (("gone.jsonl", r"gone\.jsonl: no such"), (str(bare), "no response")):
+        other = spec.text.model_copy(update={"given": name})
+        with pytest.raises(DataError, match=fault):
+            run_experiment(spec.model_copy(update={"text": other}), out.with_name("gone"))
 
 
 @pytest.mark.parametrize("lost", ["shard", "cut", "row", "table"])

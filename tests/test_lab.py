@@ -431,6 +431,8 @@ def test_an_intervention_that_changes_nothing_is_no_condition(lab: Lab) -> None:
         lab.intervene(knock_out_sink(positions=(500,))),
     ):
         lab.explain(PROMPTS, spec=ExplainSpec(depth=2), max_new_tokens=12)
+    with pytest.raises(DataError, match="Ask for more new tokens"):
+        lab.explain(PROMPTS, spec=ExplainSpec(depth=12), max_new_tokens=12)
 
 
 @pytest.mark.parametrize("given", [pin_norm, "pin_norm", None, [pin_norm()]])

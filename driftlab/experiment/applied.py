@@ -30,6 +30,7 @@ from driftlab.experiment.texts import prompt_rows
 from driftlab.files import file_hash
 from driftlab.models.checkpoints import stated_config
 from driftlab.models.checkpoints.read import CONFIG, read_json
+from driftlab.models.rounding import refuse_experts
 from driftlab.models.target import Target
 from driftlab.results.records import RunDirectory
 
@@ -207,7 +208,11 @@ def unchanged_jobs(
 def check_conditions(plan: Plan, given: Given | None) -> None:
     """Hold every condition against the drafters that it changes, before any text is written.
 
-    Raises ConfigError: one names variants that are not there, or does not fit a drafter.
+    Raises
+    ------
+    ConfigError: one names variants that are not there, or does not fit a drafter.
+    ContractError: one rounds a mixture of experts.
+    DataError: the prompts of one cannot be used.
     """
     applied = plan.experiment.applied
     if applied is None:
@@ -223,6 +228,10 @@ def check_conditions(plan: Plan, given: Given | None) -> None:
     chosen = _chosen("applied.variants", applied.variants, {name for name, _ in contracts})
     for condition in applied.conditions:
         wanted = _chosen(f"condition {condition.name}", condition.variants, chosen)
+        if condition.changes_text:
+            plan.prompts(condition)
+        if condition.quantize:
+            refuse_experts(plan.target)
         for name, config in contracts:
             if name not in wanted:
                 continue

@@ -41,7 +41,6 @@ from driftlab.engines.probe import measurable_anchors
 from driftlab.engines.train import choose_vocabulary, hold_back, supervised_share
 from driftlab.errors import ConfigError, DataError, first_fault
 from driftlab.experiment.texts import (
-    MICRO,
     RENDERING,
     find_prompts,
     open_target,
@@ -136,13 +135,11 @@ class Plan:
         self._check_prompts()
 
     def _check_prompts(self) -> None:
-        """Raise DataError for prompts that cannot be read, now and not after texts are written."""
-        spec, applied = self.experiment.text, self.experiment.applied
-        trains = applied is None or not applied.drafters
-        learned = (spec.train_prompts, spec.given) if trains else ()
-        for name in (spec.measure_prompts, *learned):
-            if name not in (None, MICRO) and self.target.tokenizer is not None:
-                load_prompts(name)
+        """Raise for prompts that cannot be used, now and not after texts are written."""
+        self.prompts()
+        applied = self.experiment.applied
+        if applied is None or not applied.drafters:
+            self._prompts_to_learn() if self.experiment.text.given is None else self._given()
 
     def _label(self, text: str) -> str:
         return "" if self.quiet else text
@@ -186,14 +183,19 @@ class Plan:
             )
         return chosen
 
+    def prompts(self, condition: Condition | None = None) -> list[Source]:
+        """Prompts of the texts to measure on, as they are or under ``condition``."""
+        spec = self.experiment.text
+        rendering = RENDERING if condition is None else rendering_of(condition, self.target)
+        held = find_prompts(spec.measure_prompts, self.target, "held-out", self.room, rendering)
+        held = spread(held, spec.limit)
+        refuse_repeated([p.tokens for p in held], [p.id for p in held])
+        return held
+
     def texts(self, condition: Condition | None = None) -> tuple[list[Text], list[Source]]:
         """Texts to measure on, as they are or under ``condition``, and the prompts of them."""
         spec, measure = self.experiment.text, self.experiment.measure
-        rendering = RENDERING if condition is None else rendering_of(condition, self.target)
-        named = spec.measure_prompts
-        held = find_prompts(named, self.target, "held-out", self.room, rendering)
-        held = spread(held, spec.limit)
-        refuse_repeated([p.tokens for p in held], [p.id for p in held])
+        held = self.prompts(condition)
         temperatures, writer = self.temperatures, self.target
         label = "texts to measure on"
         if condition is not None:
@@ -216,29 +218,39 @@ class Plan:
             )
         return found, held
 
+    def _given(self) -> list[Text]:
+        spec, target = self.experiment.text, self.target
+        if target.tokenizer is None:
+            raise ConfigError(
+                "given texts need a target with a tokenizer",
+                got=target.name,
+                remedy="Leave text.given out, or name a target that has one.",
+            )
+        texts, self.templates = read_given(
+            str(spec.given),
+            target.tokenizer,
+            max_tokens=spec.train_tokens,
+            limit=target.max_position,
+        )
+        return texts
+
+    def _prompts_to_learn(self) -> list[Source]:
+        name = str(self.experiment.text.train_prompts)
+        prompts = find_prompts(name, self.target, "train", self.room)
+        self.templates = {p.rendered.template_sha if p.rendered else None for p in prompts}
+        return prompts
+
     def texts_to_learn(self) -> list[Text]:
         spec, target = self.experiment.text, self.target
         if spec.given is not None:
-            if target.tokenizer is None:
-                raise ConfigError(
-                    "given texts need a target with a tokenizer",
-                    got=target.name,
-                    remedy="Leave text.given out, or name a target that has one.",
-                )
-            texts, self.templates = read_given(
-                spec.given,
-                target.tokenizer,
-                max_tokens=spec.train_tokens,
-                limit=target.max_position,
-            )
+            texts = self._given()
             if left := len(load_prompts(spec.given)) - len(texts):
                 self.warnings.append(
                     f"{left} of {left + len(texts)} texts of {spec.given} are not learned from: "
                     f"those before them hold text.train_tokens = {spec.train_tokens} tokens"
                 )
             return texts
-        prompts = find_prompts(str(spec.train_prompts), target, "train", self.room)
-        self.templates = {p.rendered.template_sha if p.rendered else None for p in prompts}
+        prompts = self._prompts_to_learn()
         writing = Writing(
             spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
         )

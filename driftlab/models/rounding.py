@@ -23,6 +23,17 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     return ((weight.float() / scale).round().clamp(-levels, levels) * scale).to(weight.dtype)
 
 
+def refuse_experts(target: Target) -> None:
+    """Raise ContractError when the blocks hold experts' matrices in one piece."""
+    stacked = [name for name, p in target._blocks.named_parameters() if p.dim() > 2]
+    if stacked:  # most of such a model's weights, and no linear layers of their own
+        raise ContractError(
+            f"{target.name} keeps the matrices of its experts in one piece, which are not rounded",
+            got=", ".join(stacked[:3]),
+            remedy="Leave quantize out for a mixture of experts.",
+        )
+
+
 def quantize(target: Target, kind: str) -> Target:
     """``target`` with every linear layer of its blocks rounded, in place; embedding, head and
     norms stay. The returned target is the same model under another name.
@@ -31,13 +42,7 @@ def quantize(target: Target, kind: str) -> Target:
     ------
     ContractError: the blocks hold no linear layer, or experts' matrices in one piece.
     """
-    stacked = [name for name, p in target._blocks.named_parameters() if p.dim() > 2]
-    if stacked:  # most of such a model's weights, and no linear layers of their own
-        raise ContractError(
-            f"{target.name} keeps the matrices of its experts in one piece, which are not rounded",
-            got=", ".join(stacked[:3]),
-            remedy="Leave quantize out for a mixture of experts.",
-        )
+    refuse_experts(target)
     head = target.head_weight.data_ptr()
     linears = [
         m
