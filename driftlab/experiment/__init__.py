@@ -286,7 +286,7 @@ def _run_jobs(
     total = sum(job.steps for job in jobs)
     label = "1 cell" if len(jobs) == 1 else f"{len(jobs)} cells"
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    with progress_bar("" if quiet else label, total=total, unit="steps") as bar:
+    with progress_bar("" if quiet else label, total=total, unit="step") as bar:
         named, workers = {job.cell: job for job in jobs}, experiment.workers
         if ranks.size > 1:
             return _run_together(named, ranks, bar.update)

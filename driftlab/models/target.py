@@ -403,7 +403,7 @@ class Target(Anatomy):
         # Like lengths together: the order cannot matter to any result.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         texts: list[list[int]] = [[] for _ in prompts]
-        with progress_bar(progress, total=len(prompts) * max_new_tokens, unit="tok") as bar:
+        with progress_bar(progress, total=len(prompts) * max_new_tokens, unit="token") as bar:
             for request, text in self.stream(
                 (Request(prompts[i], seed, i) for i in order),
                 max_new_tokens=max_new_tokens,
