@@ -1,4 +1,4 @@
-"""Files that others name: which of them may be opened, and one number for what they hold."""
+"""Files that others name: which of them may be opened, their JSON, and the hash of one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from driftlab.errors import DriftlabError
 
@@ -43,6 +44,18 @@ def refuse_file_above(path: Path, kind: type[DriftlabError]) -> None:
     above = next((p for p in (path, *path.parents) if os.path.lexists(p)), path)
     if os.path.lexists(above) and not above.is_dir():
         raise kind(f"{above} is a file", remedy="Give the path of a folder.")
+
+
+def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; of a name that stands twice the reader would take the last in silence.
+
+    Raises ValueError where the values of such a name differ.
+    """
+    found = dict(pairs)
+    for name, value in pairs if len(found) < len(pairs) else ():
+        if value != found[name]:
+            raise ValueError(f"{name!r} stands twice in one object, as {value!r:.40} and otherwise")
+    return found
 
 
 def file_hash(path: Path) -> str:

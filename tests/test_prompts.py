@@ -140,7 +140,7 @@ def test_texts_are_taken_as_they_are(tmp_path: Path) -> None:
         ([{"prompt": "a"}, "{'prompt': 1}"], r"line 2: not JSON \(.*column 2\)"),
         ([{"prompt": "a"}, '{"prompt": "cut'], "line 2: not JSON"),
         (["[1]"], "line 1: not a JSON object"),
-        (['{"prompt": "a", "prompt": "b"}'], r"line 1: not JSON \('prompt' stands there twice\)"),
+        (['{"prompt": "a", "prompt": "b"}'], r"line 1: not JSON \('prompt' stands twice"),
         ([{"question": "a"}], r"line 1: none of the fields turns.*got question"),
         ([{}], "none of the fields"),
         ([{"turns": []}], "turns holds no text"),

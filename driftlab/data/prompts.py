@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from driftlab.errors import DataError
-from driftlab.files import refuse_irregular
+from driftlab.files import named_once, refuse_irregular
 
 TemplatePolicy = Literal["auto", "always", "never"]
 BosPolicy = Literal["auto", "always", "never"]
@@ -192,7 +192,7 @@ def records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not text:
             continue
         try:
-            record = json.loads(text, object_pairs_hook=_once)
+            record = json.loads(text, object_pairs_hook=named_once)
         except (ValueError, RecursionError) as error:  # also nested too deep, numbers too long
             why = str(error).removesuffix("(char 0)").splitlines()[0].strip()
             if isinstance(error, json.JSONDecodeError):
@@ -209,15 +209,6 @@ def records(raw: bytes, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 remedy='Each line must be one JSON object, such as {"prompt": "..."}.',
             )
         yield number, record
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
-    return made
 
 
 def whole(what: str, value: str, where: str) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from driftlab.errors import CheckpointError
-from driftlab.files import refuse_irregular
+from driftlab.files import named_once, refuse_irregular
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -191,7 +191,7 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 def read_json(path: Path) -> dict[str, Any]:
     refuse_irregular(path, CheckpointError)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=named_once)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist", remedy=f"A drafter's folder needs {path.name}."
@@ -205,15 +205,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", got=type(data).__name__)
     return data
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; of a name that stands twice the reader would take the last in silence."""
-    found = dict(pairs)
-    for name, value in pairs if len(found) < len(pairs) else ():
-        if value != found[name]:
-            raise ValueError(f"{name!r} stands twice in one object, as {value!r:.40} and otherwise")
-    return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
