@@ -774,7 +774,7 @@ def _answer(error: BaseException) -> int:
     if (show := getattr(error, "show", None)) is not None:  # a wrong option
         show()
         return int(getattr(error, "exit_code", 2))
-    if os.environ.get("DRIFTLAB_TRACEBACK"):
+    if os.environ.get("DRIFTLAB_TRACEBACK", "0") not in ("", "0"):
         raise error
     from driftlab.engines.pool import understood
 

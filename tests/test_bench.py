@@ -302,6 +302,8 @@ def test_a_stored_run_that_is_not_there_or_that_no_stage_asks_is_refused(tmp_pat
         next(run(["records"], stored=NOWHERE, **given))
     with pytest.raises(RunError):
         next(run(["startup"], stored=NOWHERE, **given))
+    with pytest.raises(ConfigError, match="no number of seconds"):
+        next(run(["startup"], stored=None, limit=math.nan, **given))
     make_run(tmp_path / "begun", finish=False, prompts=("p0",), seeds=(0,), depth=2, anchors=2)
     with pytest.raises(RunError, match="is not finished"):
         next(run(["startup"], stored=tmp_path / "begun", **given))

@@ -72,6 +72,8 @@ def run(
             got=f"{', '.join(peers)} and the stages {', '.join(chosen)}",
             remedy=f"Add --stage {PEERED}, or leave --peer away.",
         )
+    if math.isnan(limit):
+        raise ConfigError("--limit is no number of seconds", got=limit)
     if stored is not None:
         if STORED not in chosen:
             raise ConfigError(
