@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from driftlab.errors import ConfigError, RunError, first_fault
+from driftlab.errors import ConfigError, RunError, first_fault, wants_traceback
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -774,7 +774,7 @@ def _answer(error: BaseException) -> int:
     if (show := getattr(error, "show", None)) is not None:  # a wrong option
         show()
         return int(getattr(error, "exit_code", 2))
-    if os.environ.get("DRIFTLAB_TRACEBACK", "0") not in ("", "0"):
+    if wants_traceback():
         raise error
     from driftlab.engines.pool import understood
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def _rebuild(
     kind: type[DriftlabError], what: str, got: object, remedy: str | None
 ) -> DriftlabError:
     return kind(what, got=got, remedy=remedy)
+
+
+def wants_traceback() -> bool:
+    """Whether DRIFTLAB_TRACEBACK asks to see where an error comes from."""
+    return os.environ.get("DRIFTLAB_TRACEBACK", "0") not in ("", "0")
 
 
 def first_line(error: BaseException) -> str:

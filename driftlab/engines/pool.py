@@ -29,6 +29,7 @@ from driftlab.errors import (
     RunError,
     first_line,
     lacks_memory,
+    wants_traceback,
 )
 
 Progress = Callable[[int], None]
@@ -220,7 +221,7 @@ def _serve(pipe: Connection) -> None:
             except (BrokenPipeError, ConnectionResetError):
                 return  # the owner is gone
             except Exception as error:
-                if os.environ.get("DRIFTLAB_TRACEBACK"):
+                if wants_traceback():
                     traceback.print_exc()
                 found = understood(error)
                 got = None if found.got is None else str(found.got)  # whatever it was can travel
