@@ -60,13 +60,11 @@ def first_fault(error: ValidationError) -> str:
 
 def faults(error: ValidationError) -> list[str]:
     """Every value that was refused, without the kind that pydantic puts before our own words."""
-    return [
-        ": ".join(
-            [".".join(map(str, found["loc"]))] * bool(found["loc"])
-            + [found["msg"].removeprefix("Value error, ")]
-        )
-        for found in error.errors()
-    ]
+    said = []
+    for found in error.errors():
+        place, why = ".".join(map(str, found["loc"])), found["msg"].removeprefix("Value error, ")
+        said.append(f"{place}: {why}" if found["loc"] else why)
+    return said
 
 
 def lacks_memory(error: BaseException) -> bool:

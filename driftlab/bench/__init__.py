@@ -87,8 +87,8 @@ def run(
         found = machine.measure(device, smoke=smoke)
         say(machine.text(found))
         with tempfile.TemporaryDirectory(prefix="driftlab-bench-") as folder:
-            run = stored or Path("runs/micro")
-            bench = Bench(found, device, not smoke, repeats, Path(folder), run, peers, say)
+            drawn = stored or Path("runs/micro")
+            bench = Bench(found, device, not smoke, repeats, Path(folder), drawn, peers, say)
             for name in chosen:
                 start = time.monotonic()
                 here = replace(found, facts=machine.describe(device))

@@ -120,6 +120,7 @@ class Plan:
         self.provenance: Provenance = {}
         self.store = FeatureStore(cache / "states")
         self._rounded: dict[str, Target] = {}
+        self._prompts: dict[str, list[Source]] = {}  # to measure on, by condition
         self.warnings: list[str] = []
         self.templates: set[str | None] = {None}  # chat templates of the prompts to learn from
         self.target = self._load_target()
@@ -132,14 +133,16 @@ class Plan:
                 got=max(experiment.text.max_new_tokens, longest),
                 remedy="Lower text.max_new_tokens and text.measure_new_tokens.",
             )
-        self._check_prompts()
-
-    def _check_prompts(self) -> None:
-        """Raise for prompts that cannot be used, now and not after texts are written."""
+        # Prompts that cannot be used are refused now, and not after texts are written.
         self.prompts()
-        applied = self.experiment.applied
+        self._given: list[Text] = []
+        self._to_learn: list[Source] = []
+        applied = experiment.applied
         if applied is None or not applied.drafters:
-            self._prompts_to_learn() if self.experiment.text.given is None else self._given()
+            if experiment.text.given is not None:
+                self._given = self._read_given()
+            else:
+                self._to_learn = self._prompts_to_learn()
 
     def _label(self, text: str) -> str:
         return "" if self.quiet else text
@@ -185,11 +188,15 @@ class Plan:
 
     def prompts(self, condition: Condition | None = None) -> list[Source]:
         """Prompts of the texts to measure on, as they are or under ``condition``."""
+        name = "" if condition is None else condition.name
+        if name in self._prompts:
+            return self._prompts[name]
         spec = self.experiment.text
         rendering = RENDERING if condition is None else rendering_of(condition, self.target)
         held = find_prompts(spec.measure_prompts, self.target, "held-out", self.room, rendering)
         held = spread(held, spec.limit)
         refuse_repeated([p.tokens for p in held], [p.id for p in held])
+        self._prompts[name] = held
         return held
 
     def texts(self, condition: Condition | None = None) -> tuple[list[Text], list[Source]]:
@@ -218,7 +225,7 @@ class Plan:
             )
         return found, held
 
-    def _given(self) -> list[Text]:
+    def _read_given(self) -> list[Text]:
         spec, target = self.experiment.text, self.target
         if target.tokenizer is None:
             raise ConfigError(
@@ -243,19 +250,19 @@ class Plan:
     def texts_to_learn(self) -> list[Text]:
         spec, target = self.experiment.text, self.target
         if spec.given is not None:
-            texts = self._given()
+            texts = self._given
             if left := len(load_prompts(spec.given)) - len(texts):
                 self.warnings.append(
                     f"{left} of {left + len(texts)} texts of {spec.given} are not learned from: "
                     f"those before them hold text.train_tokens = {spec.train_tokens} tokens"
                 )
             return texts
-        prompts = self._prompts_to_learn()
         writing = Writing(
             spec.max_new_tokens, spec.train_temperature, spec.seed, spec.batch, spec.train_tokens
         )
         label = self._label("texts to learn from")
-        return write_corpus(target, prompts, writing, self.cache / "texts", progress=label)
+        cache = self.cache / "texts"
+        return write_corpus(target, self._to_learn, writing, cache, progress=label)
 
     # --- states -------------------------------------------------------------------------------
 
@@ -332,24 +339,19 @@ class Plan:
             "num_kv_heads": spec.num_kv_heads or like.num_kv_heads,
             "head_dim": spec.head_dim or like.head_dim,
         }
-        for name, value in values.items():
-            if getattr(spec, name) is not None:
+        taken = {**values, "norm_eps": like.norm_eps, "rope": like.rope.model_dump()}
+        for name, value in taken.items():
+            if getattr(spec, name, None) is not None:
                 origin, where = Origin.read, "experiment file"
             elif name in like.assumed:
-                origin, where = Origin.assumed, "four times the width: the target's config has none"
+                origin, where = Origin.assumed, "the target's config has none"
+                if name == "intermediate_size":
+                    where = f"four times the width: {where}"
             else:
                 origin, where = Origin.derived, "the target's own"
+                if name == "rope" and like.whole:
+                    where += ", of whole heads: the target turns a part"
             self.provenance[f"drafter.{name}"] = Sourced(value=value, origin=origin, where=where)
-        for name, taken in (("norm_eps", like.norm_eps), ("rope", like.rope.model_dump())):
-            lacks = name in like.assumed
-            self.provenance[f"drafter.{name}"] = Sourced(
-                value=taken,
-                origin=Origin.assumed if lacks else Origin.derived,
-                where="the target's config has none"
-                if lacks
-                else "the target's own"
-                + (", of whole heads: the target turns a part" * (name == "rope" and like.whole)),
-            )
         # Not refused where the head starts at random anyway: nothing was asked that is not done.
         usual, head = TrainSpec.model_fields["head_init"].default, self.experiment.train.head_init
         if values["hidden_size"] != target.hidden_size and head not in (0, usual):

@@ -115,8 +115,7 @@ class Numbers:
     def size(self) -> str:
         if self.explained is not None:
             return count(len(self.explained.prompts), len(self.explained.seeds))
-        of, _, named = self.free.positions[:3]
-        each = [len(np.unique(named[of == i])) for i in range(len(self.free.groups))]
+        each = [self.free.n_prompts([group]) for group in self.free.groups]
         fewest = f"{min(each)} to " if min(each) < max(each) else ""  # of texts of their own
         return fewest + count(max(each), len(self.free.seeds))
 

@@ -32,6 +32,7 @@ from driftlab.results.stats import (
     Factorial,
     Sample,
     count,
+    count_comparisons,
     estimate,
     factorial,
     holm,
@@ -336,8 +337,8 @@ def registered_answers(tables: Tables, kind: TextKind | None = None) -> list[Ans
             few = math.isnan(one.p) or too_few(one.effect.n, family)
             doubt = "is of too few prompts to test" if few else "shows no evidence of a change"
             verdict = "goes" if known else f"{doubt}: it goes"
-            p = f", p {one.p:.2g} corrected for {family} comparison{'s' * (family != 1)}"
-            p = "" if math.isnan(one.p) else p
+            corrected = f", p {one.p:.2g} corrected for {count_comparisons(family)}"
+            p = "" if math.isnan(one.p) else corrected
             text = (
                 f"{head} {verdict} from {one.before.short} to {one.after.short}, {kind_of} "
                 f"{one.effect.short}{p}; {one.effect.signs}; {power_note(one.effect, family)}"

@@ -30,7 +30,16 @@ from driftlab.results.slices import (
     text_kinds,
     texts_of,
 )
-from driftlab.results.stats import Estimate, Sample, count, count_prompts, estimate, holm, too_few
+from driftlab.results.stats import (
+    Estimate,
+    Sample,
+    count,
+    count_comparisons,
+    count_prompts,
+    estimate,
+    holm,
+    too_few,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -207,7 +216,7 @@ def compare(a: Source, b: Source, *, kind: TextKind | str | None = None) -> Comp
     texts = dict.fromkeys(str(a.texts[0]) for a, _ in pairs)
     how = (
         f"95% bootstrap intervals over {drawn}; "
-        f"p corrected for {len(adjusted)} comparison{'s' * (len(adjusted) != 1)} (Holm)"
+        f"p corrected for {count_comparisons(len(adjusted))} (Holm)"
     )
     basis = f"{' and '.join(texts)}, {size}, {paired}; "
     basis += how if n > 1 else "one prompt has no interval"

@@ -30,7 +30,7 @@ from driftlab.results.figures import FIGURES, available
 from driftlab.results.records import RunDirectory, Tables
 from driftlab.results.shards import atomic_file, remove_dead
 from driftlab.results.slices import TextKind, take, text_kinds, without_conditions
-from driftlab.results.stats import Estimate
+from driftlab.results.stats import Estimate, count_comparisons
 
 __all__ = ["Answer", "answers", "summary_table", "write_report"]
 
@@ -130,7 +130,7 @@ def _answers(found: Sequence[Answer], kinds: Sequence[TextKind], over: str) -> s
         details = [answer.basis]
         if not math.isnan(p):
             family = _family(found, answer)
-            among = f"{family} comparison{'s' * (family != 1)}"
+            among = count_comparisons(family)
             details.append(f"p = {p:.2g} after Holm's correction for {among}")
         details += _seeds(answer.estimates.get("effect"))
         rows.append(

@@ -318,7 +318,7 @@ class Slice:
         """The texts that the numbers of ``groups`` come from, and what was left out of these."""
         groups = list(groups) or list(self.groups)
         plain = [g for g in groups if not self._has_own(g)] or groups
-        size = self._size(plain)
+        size = self.n_prompts(plain)
         words = sample_size(size, self._pairs(plain))
         if self.seeds == (UNKNOWN_SEED,):
             words = f"{count_prompts(size)}, seed unknown"
@@ -336,16 +336,16 @@ class Slice:
         these."""
         if not self._has_own(group):
             return ""
-        own, size = self.texts[group.condition], self._size([group])
+        own, size = self.texts[group.condition], self.n_prompts([group])
         whose = " of its own" if own.kind == self.kind else ""
-        every = self._size([g for g in self.groups if not self._has_own(g)])
+        every = self.n_prompts([g for g in self.groups if not self._has_own(g)])
         other = [count_prompts(size)] if every not in (0, size) else []
         return ", ".join([f"on {own.kind}{whose}", *other, *own.faults])
 
     def _has_own(self, group: Group) -> bool:
         return bool(group.condition) and group.condition in self.texts
 
-    def _size(self, groups: Iterable[Group]) -> int:
+    def n_prompts(self, groups: Iterable[Group]) -> int:
         """Prompts that ``groups`` have."""
         return len(np.unique(self.positions[2][self._rows(groups)]))
 

@@ -598,6 +598,10 @@ def count_prompts(n: int) -> str:
     return f"{n} prompt{'s' * (n != 1)}"
 
 
+def count_comparisons(n: int) -> str:
+    return f"{n} comparison{'s' * (n != 1)}"
+
+
 def count(prompts: int, seeds: int, fewest: int | None = None) -> str:
     """The size of a sample in words; ``fewest`` seeds where groups have unlike numbers of them."""
     size = f"{count_prompts(prompts)} x "

@@ -105,10 +105,10 @@ def _rope_block(rope: Rope) -> dict[str, Any]:
     return {"rope_type": rope.rope_type, "rope_theta": rope.theta, **parameters}
 
 
-def _uneven(config: DrafterConfig) -> tuple[bool, str]:
-    """What transformers' Llama config refuses, through which every reader of it goes."""
+def _uneven(config: DrafterConfig, *, llama: bool) -> tuple[bool, str]:
+    """What transformers' Llama config refuses, where the reader goes through it."""
     what = f"{config.num_heads} heads, which do not divide the width {config.hidden_size}"
-    return config.hidden_size % config.num_heads != 0, what
+    return llama and config.hidden_size % config.num_heads != 0, what
 
 
 def _engine_rope(dialect: Dialect, config: DrafterConfig) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def _vllm(drafter: Drafter, target: TargetLike | None) -> Layout:
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
             (_reorders(drafter), "draft ids of a full vocabulary in another order"),
-            *([] if config.qk_norm or config.mla else [_uneven(config)]),
+            _uneven(config, llama=not (config.qk_norm or config.mla)),
         ),
     )
     made = _engine(drafter, dialect)
@@ -283,7 +283,7 @@ def _sglang(drafter: Drafter, target: TargetLike | None) -> Layout:
                 target is not None and target.n_layers in config.boundaries,
                 "the state after the last block, which it never captures",
             ),
-            *([] if config.mla else [_uneven(config)]),
+            _uneven(config, llama=config.mla is None),
             (
                 config.mla is not None and config.mla.q_lora_rank is None,
                 "low-rank attention without q_lora_rank",
@@ -336,7 +336,7 @@ def _speculators(drafter: Drafter, target: TargetLike | None) -> Layout:
             (config.qkv_bias != config.out_bias, "biases on one side of attention only"),
             (config.qk_norm and config.mlp_bias, "QK norms together with biases of the MLP"),
             (config.logit_scale != 1.0, "a scale of the logits"),
-            *([] if config.qk_norm else [_uneven(config)]),
+            _uneven(config, llama=not config.qk_norm),
         ),
     )
     layer = {
